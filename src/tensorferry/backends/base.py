@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is: a registered pool that peers read, and connections that read it.
+
+A backend has two faces.  The producer's is an :class:`ExportedPool`: memory that peers may
+read slot by slot while the slot is admitted.  The consumer's is a :class:`Reader`: landing
+memory and :class:`Connection` objects, one per producer and access mode.
+
+Threads: every method may be called from any thread.  Blocking methods release the GIL.
+Ownership: the pool tensors are views of memory that the backend object owns; they must not
+be used after :meth:`close`.  Errors: every method raises only classes of
+:mod:`tensorferry.errors`; native errors are mapped once, inside the backend.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+Access = Literal["served", "rdma", "mapped"]
+NoticeKind = Literal["release", "reject", "drained"]
+
+
+class Span(NamedTuple):
+    """One contiguous range to read: ``nbytes`` from ``source`` to ``destination``.
+
+    ``source`` is a byte offset inside the published slot, ``destination`` a byte offset
+    inside the reader's landing pool.
+    """
+
+    source: int
+    destination: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOffer:
+    """One way to read a producer's pool; the bytes mean something to the backend only.
+
+    Attributes:
+        access: How the pool is read.
+        address: Where the peer is (for UCX a worker address), opaque.
+        key: What opens the pool (for UCX packed remote keys), opaque.
+    """
+
+    access: Access
+    address: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOffer:
+    """The part of a manifest that stays the same for the life of a producer.
+
+    Attributes:
+        uid: 16 random bytes that name this producer for its life.
+        backend: Name of the backend, for example ``"ucx"``.
+        host: Opaque mark of the host and user, equal where ``mapped`` may work.
+        offers: The ways to read the pool, the best one first.
+    """
+
+    uid: bytes
+    backend: str
+    host: bytes
+    offers: tuple[AccessOffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTicket:
+    """What names one admitted slot to a peer.
+
+    Attributes:
+        index: Entry in the producer's slot table.
+        generation: Number that no other publication of this producer ever has; never 0.
+        token: 16 random bytes that the peer must show.
+        offset: First byte of the slot in the producer's pool.
+        nbytes: Bytes of the slot that may be read.
+    """
+
+    index: int
+    generation: int
+    token: bytes
+    offset: int
+    nbytes: int
+
+
+class Notice(NamedTuple):
+    """What the producer's backend reports about a slot.
+
+    ``release`` and ``reject`` come from a consumer that proved the slot's token; ``drained``
+    says that a withdrawn slot, which still had readers, has none left now.
+    """
+
+    kind: NoticeKind
+    index: int
+    generation: int
+    consumer: bytes
+
+
+class ExportedPool(ABC):
+    """The producer's pool: registered memory whose admitted slots peers may read."""
+
+    @property
+    @abstractmethod
+    def pool(self) -> torch.Tensor:
+        """One-dimensional uint8 tensor over the whole pool."""
+
+    @property
+    @abstractmethod
+    def peer(self) -> PeerOffer:
+        """What goes into every manifest of this producer."""
+
+    @abstractmethod
+    def admit(self, offset: int, nbytes: int, *, lease: float) -> SlotTicket:
+        """Let peers read ``nbytes`` at ``offset`` for at most ``lease`` seconds from now.
+
+        Raises:
+            PoolExhaustedError: The slot table is full; nothing was admitted.
+            ClosedError: The pool is closed.
+        """
+
+    @abstractmethod
+    def withdraw(self, ticket: SlotTicket) -> bool:
+        """Stop admitting reads of the slot, in every access mode, before returning.
+
+        Returns:
+            True if no read is running: the memory may be reused at once.  False if reads
+            are still running: a ``drained`` notice follows when the last has ended, and the
+            memory must not be reused before it.  Also True for a ticket withdrawn before.
+        """
+
+    @abstractmethod
+    def notices(self, timeout: float) -> list[Notice]:
+        """Wait up to ``timeout`` seconds for notices and return all there are.
+
+        Returns an empty list on timeout, after :meth:`wake`, and once the pool is closed.
+        Only one thread may wait at a time.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make a running :meth:`notices` return now."""
+
+    @abstractmethod
+    def close(self, timeout: float) -> None:
+        """Stop serving, let running reads end for ``timeout`` seconds, free the pool.
+
+        Idempotent.  After it no peer can read the pool, and mapped peers find it closed.
+        """
+
+
+class Read(ABC):
+    """A batch of reads that was posted as one."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> None:
+        """Wait until every byte has arrived; the GIL is released.
+
+        Raises:
+            TransferTimeoutError: Not all bytes came within ``timeout`` seconds; the batch
+                was cancelled.
+            TransferCancelledError: :meth:`cancel` was called.
+            PeerLostError: The peer is gone.
+            LeaseExpiredError: The producer says that the slot is no longer admitted.
+            RemoteAccessError: The producer or the device refused the read.
+
+        After an error the destination must not be reused until :attr:`settled` is True.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Give the batch up; harmless once it has ended."""
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """True once nothing will write to the destination any more."""
+
+
+class Connection(ABC):
+    """A way to one producer by one access mode."""
+
+    @property
+    @abstractmethod
+    def access(self) -> Access:
+        """How this connection reads."""
+
+    @property
+    @abstractmethod
+    def broken(self) -> bool:
+        """True once the peer is known to be lost; connect again."""
+
+    @abstractmethod
+    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
+        """Post reads from the slot into the landing pool, all of them as one batch.
+
+        ``served`` and ``rdma`` only.  Spans are checked against both pools before anything
+        is posted; spans of zero bytes are skipped.
+
+        Raises:
+            UsageError: A span leaves the slot or the landing pool.
+            PeerLostError: The connection is broken.
+        """
+
+    @abstractmethod
+    def view(self, ticket: SlotTicket) -> torch.Tensor:
+        """Return a uint8 view of the slot in the producer's own memory (``mapped`` only).
+
+        The caller must call :meth:`verify` after it has copied or used the bytes.
+
+        Raises:
+            LeaseExpiredError: The slot does not hold this generation now.
+            PeerLostError: The producer has closed or died.
+        """
+
+    @abstractmethod
+    def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
+        """Check that what was read up to now belongs to the ticket's generation.
+
+        Must be called after the data has arrived and before it is handed to anyone.
+
+        Raises:
+            LeaseExpiredError: It may not; discard the data.
+            PeerLostError: The producer has closed or died; discard the data.
+            TransferTimeoutError: No answer in time; discard the data.
+        """
+
+    @abstractmethod
+    def notify(self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes) -> None:
+        """Send a release or reject to the producer; returns as soon as it is queued.
+
+        A notification that cannot be delivered is dropped: the lease covers it.
+        """
+
+
+class Reader(ABC):
+    """The consumer's side: landing memory and cached connections."""
+
+    @property
+    @abstractmethod
+    def pool(self) -> torch.Tensor:
+        """One-dimensional uint8 tensor over the landing pool."""
+
+    @abstractmethod
+    def connect(self, peer: PeerOffer, access: Access | Literal["auto"], *, timeout: float) -> Connection:
+        """Return a live connection to the producer, cached by ``peer.uid`` and access.
+
+        ``"auto"`` takes ``mapped`` on one host where mapping works, ``rdma`` where both
+        sides have RDMA devices, else ``served``.
+
+        Raises:
+            ManifestError: The offer is malformed or of another backend.
+            ConnectError: The mode is not offered, or connecting failed.
+            PeerLostError: The producer has closed or died (``mapped``).
+            ClosedError: The reader is closed.
+        """
+
+    @abstractmethod
+    def close(self, timeout: float) -> None:
+        """Cancel running reads, close connections, free the landing pool.  Idempotent."""

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``tensorferry`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tensorferry.cli import demo, inspect
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status.
+
+    Args:
+        argv: Arguments without the program's name; the process's own when None.
+    """
+    parser = argparse.ArgumentParser(prog="tensorferry", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for module in (demo, inspect):
+        module.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
