@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads as a user gives them, taken apart into a structure and a flat list of tensors.
+
+A payload maps names to a tensor, ``None``, or lists, tuples and dicts of them, nested.
+Its *structure* is what is left when every tensor is replaced by a mark; it is made of plain
+msgpack types, so that a manifest can carry it as it is:
+
+========  =========================================================================
+in        in the structure
+========  =========================================================================
+tensor    ``True``; tensors are numbered in the order in which their marks appear
+``None``  ``None``
+list      list of the items
+tuple     list of ``False`` and then the items
+dict      dict with the same keys in the same order
+========  =========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from tensorferry.arrays import as_tensor
+from tensorferry.errors import UsageError
+
+Structure: TypeAlias = "dict[str, Any]"
+Trail: TypeAlias = "tuple[Any, str | int] | None"
+
+MAX_DEPTH = 32
+MAX_NODES = 1 << 20
+TENSOR = True
+TUPLE = False
+
+
+class Leaf(NamedTuple):
+    """One tensor of a payload and where it is, for example ``outputs[0].audio``."""
+
+    path: str
+    tensor: torch.Tensor
+
+
+def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, list[Leaf]]:
+    """Take a payload apart; no tensor is copied where that can be avoided.
+
+    Leaves come detached, strided and free of lazy conjugation; NumPy arrays and objects with
+    ``__dlpack__`` have become tensors that share their memory where possible.
+
+    Args:
+        tensors: Mapping from names to a tensor, ``None``, or lists, tuples and dicts of
+            them, nested at most 32 deep.
+
+    Returns:
+        The structure, and the tensors in the order of their marks in it.
+
+    Raises:
+        UsageError: An object is not supported; the message names its path.
+    """
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"a payload is a mapping from names to tensors, not {type(tensors).__name__}")
+    found: list[torch.Tensor] = []
+    structure = _Flattening(found).mapping(tensors, None, 1)
+    return structure, [Leaf(*pair) for pair in zip(leaf_paths(structure), found, strict=True)]
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> dict[str, Any]:
+    """Put a payload together again; the inverse of :func:`flatten`.
+
+    Args:
+        structure: As :func:`flatten` or a decoded manifest gave it.
+        leaves: What to put in place of the tensors, in their order.
+
+    Raises:
+        UsageError: There are more or fewer leaves than the structure has tensors.
+    """
+    remaining = iter(leaves)
+    try:
+        payload = {key: _rebuild(node, remaining) for key, node in structure.items()}
+    except _Exhausted:
+        raise UsageError("there are fewer leaves than the structure has tensors") from None
+    if next(remaining, _Exhausted) is not _Exhausted:
+        raise UsageError("there are more leaves than the structure has tensors")
+    return payload
+
+
+def select(structure: Structure, names: Sequence[str]) -> tuple[Structure, list[int]]:
+    """Reduce a structure to some of its top-level names, in the order given.
+
+    Returns:
+        The smaller structure, and for each of its tensors the index in the whole one.
+
+    Raises:
+        UsageError: A name is not in the structure, or is given twice.
+    """
+    indices: dict[str, range] = {}
+    first = 0
+    for name, node in structure.items():
+        indices[name] = range(first, first + _count(node))
+        first = indices[name].stop
+    for name in names:
+        if name not in indices:
+            raise UsageError(f"there is no tensor named {name!r}; there are {', '.join(indices) or 'none'}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"a name is given twice in {list(names)!r}")
+    return {name: structure[name] for name in names}, [i for name in names for i in indices[name]]
+
+
+def leaf_paths(structure: Structure) -> list[str]:
+    """Return the path of each tensor, in order; no two are equal.
+
+    A top-level name stands as it is, unless that would give two tensors one path: then the
+    names that are not identifiers are quoted.
+    """
+    paths: list[str] = []
+    for name, node in structure.items():
+        _add_paths(node, name, paths)
+    if len(set(paths)) != len(paths):
+        paths.clear()
+        for name, node in structure.items():
+            _add_paths(node, name if name.isidentifier() else _quoted(name), paths)
+    return paths
+
+
+def format_trail(trail: Trail) -> str:
+    """Return the path that a chain of keys, innermost first, stands for."""
+    keys: list[str | int] = []
+    while trail is not None:
+        trail, key = trail
+        keys.append(key)
+    path = str(keys.pop()) if keys else ""
+    return path + "".join(_step(key) for key in reversed(keys))
+
+
+class _Exhausted(Exception):  # noqa: N818 - a signal inside this module
+    pass
+
+
+class _Flattening:
+    """One walk over a payload: what was found, and how much was seen."""
+
+    def __init__(self, found: list[torch.Tensor]) -> None:
+        self._found = found
+        self._nodes = 0
+
+    def mapping(self, tensors: Mapping[str, Any], trail: Trail, depth: int) -> Structure:
+        self._count(len(tensors), trail)
+        structure: Structure = {}
+        for key, value in tensors.items():
+            if type(key) is not str or not (key.isascii() or _is_unicode(key)):
+                where = f" in {format_trail(trail)}" if trail else ""
+                raise UsageError(f"the key {key!r}{where} is not a str of valid Unicode")
+            structure[key] = self._node(value, (trail, key), depth)
+        return structure
+
+    def _node(self, value: Any, trail: Trail, depth: int) -> Any:
+        if value is None:
+            return None
+        kind = type(value)
+        if kind is list or kind is tuple or kind is dict:
+            if depth >= MAX_DEPTH:
+                raise UsageError(
+                    f"{format_trail(trail)} is nested more than {MAX_DEPTH} deep, or contains itself"
+                )
+            if kind is dict:
+                return self.mapping(value, trail, depth + 1)
+            self._count(len(value), trail)
+            items = [self._node(item, (trail, i), depth + 1) for i, item in enumerate(value)]
+            return items if kind is list else [TUPLE, *items]
+        try:
+            self._found.append(as_tensor(value))
+        except UsageError as error:
+            raise UsageError(f"{format_trail(trail)}: {error}") from error.__cause__
+        return TENSOR
+
+    def _count(self, nodes: int, trail: Trail) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            raise UsageError(f"the payload has more than {MAX_NODES} entries (at {format_trail(trail)!r})")
+
+
+def _rebuild(node: Any, leaves: Iterator[Any]) -> Any:
+    if node is None:
+        return None
+    if node is TENSOR:
+        leaf = next(leaves, _Exhausted)
+        if leaf is _Exhausted:
+            raise _Exhausted
+        return leaf
+    if isinstance(node, dict):
+        return {key: _rebuild(value, leaves) for key, value in node.items()}
+    if node and node[0] is TUPLE:
+        return tuple([_rebuild(item, leaves) for item in node[1:]])
+    return [_rebuild(item, leaves) for item in node]
+
+
+def _count(node: Any) -> int:
+    if isinstance(node, (dict, list)):
+        return sum(map(_count, node.values() if isinstance(node, dict) else node))
+    return 1 if node is TENSOR else 0
+
+
+def _add_paths(node: Any, path: str, paths: list[str]) -> None:
+    if node is TENSOR:
+        paths.append(path)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            _add_paths(value, path + _step(key), paths)
+    elif node:
+        for index, item in enumerate(node[1:] if node[0] is TUPLE else node):
+            _add_paths(item, f"{path}[{index}]", paths)
+
+
+def _step(key: str | int) -> str:
+    if isinstance(key, int):
+        return f"[{key}]"
+    return f".{key}" if key.isidentifier() else _quoted(key)
+
+
+def _quoted(key: str) -> str:
+    return f"[{json.dumps(key, ensure_ascii=False)}]"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a manifest's contents: total, and before anything is allocated or connected to.
+
+Every function raises :class:`ManifestError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from tensorferry import metadata, payload
+from tensorferry.backends.base import Access, AccessOffer, PeerOffer, SlotTicket
+from tensorferry.dtypes import str_to_dtype
+from tensorferry.errors import ManifestError, TensorferryError
+from tensorferry.records import Record, kind_of
+
+NATIVE: Literal["little", "big"] = sys.byteorder
+
+MAX_NAME_NBYTES = 4096
+MAX_BACKEND_NBYTES = 64
+MAX_HOST_NBYTES = 64
+MAX_ADDRESS_NBYTES = 8 << 10
+MAX_KEY_NBYTES = 64 << 10
+MAX_OFFERS = 16
+MAX_DIMS = 64
+MAX_CONSUMERS = (1 << 31) - 1
+UID_NBYTES = TOKEN_NBYTES = 16
+
+_INT64 = (1 << 63) - 1
+_UINT64 = (1 << 64) - 1
+
+
+def ticket(record: Record) -> SlotTicket:
+    """Take the record of the slot."""
+    offset = record.integer("offset", 0, _INT64)
+    return SlotTicket(
+        index=record.integer("index", 0, (1 << 32) - 1),
+        generation=record.integer("generation", 1, _UINT64),
+        token=record.binary("token", TOKEN_NBYTES, TOKEN_NBYTES),
+        offset=offset,
+        nbytes=record.integer("nbytes", 0, _INT64 - offset),
+    )
+
+
+def peer(record: Record) -> PeerOffer:
+    """Take the peer's record; offers of an access that is not known here are left out."""
+    offers: dict[str, AccessOffer] = {}
+    for value in record.items("offers", MAX_OFFERS):
+        entry = Record(value, "an offer")
+        access = entry.text("access", MAX_BACKEND_NBYTES)
+        if access not in get_args(Access):
+            continue
+        if access in offers:
+            raise ManifestError(f"the access {access!r} is offered twice")
+        offers[access] = AccessOffer(
+            access=access,  # type: ignore[arg-type]
+            address=entry.binary("address", 0, MAX_ADDRESS_NBYTES),
+            key=entry.binary("key", 0, MAX_KEY_NBYTES),
+        )
+    return PeerOffer(
+        uid=record.binary("uid", UID_NBYTES, UID_NBYTES),
+        backend=record.text("backend", MAX_BACKEND_NBYTES),
+        host=record.binary("host", 0, MAX_HOST_NBYTES),
+        offers=tuple(offers.values()),
+    )
+
+
+def check_metadata(value: Any, depth: int = 0) -> None:
+    """Check that metadata is of plain types and not nested too deep."""
+    if type(value) is dict or type(value) is list:
+        if depth >= metadata.MAX_DEPTH:
+            raise ManifestError(f"metadata is nested more than {metadata.MAX_DEPTH} deep")
+        for item in value.values() if type(value) is dict else value:
+            check_metadata(item, depth + 1)
+    elif value is not None and type(value) not in (bool, int, float, str, bytes):
+        raise ManifestError(f"metadata holds {kind_of(value)}")
+
+
+def structure_paths(structure: dict[str, Any]) -> list[str]:
+    """Check a payload's structure and return the paths of its tensors."""
+    _check_node(structure, 1)
+    return payload.leaf_paths(structure)
+
+
+def _check_node(node: Any, depth: int) -> None:
+    if node is None or node is payload.TENSOR:
+        return
+    if type(node) is dict:
+        items: Any = node.values()
+    elif type(node) is list:
+        items = node[1:] if node and node[0] is payload.TUPLE else node
+    else:
+        raise ManifestError(f"the structure holds {kind_of(node)}")
+    if depth > payload.MAX_DEPTH:
+        raise ManifestError(f"the structure is nested more than {payload.MAX_DEPTH} deep")
+    for item in items:
+        if item is not payload.TENSOR and item is not None:
+            _check_node(item, depth + 1)
+
+
+def tensor_columns(
+    record: Record, paths: list[str], slot: SlotTicket, byteorder: str, has_sums: bool
+) -> tuple[Sequence[Any], ...]:
+    """Check the tensors against each other and the slot, and return their fields by column."""
+    count = len(paths)
+    types = [_tensor_type(value, byteorder) for value in record.items("types", count)]
+    kinds = _column(record, "type", count, len(types) - 1)
+    offsets = _column(record, "offset", count, slot.nbytes)
+    sums = _column(record, "sums", count, _UINT64) if has_sums else [None] * count
+    columns = [types[kind] for kind in kinds]
+    end, ordered = 0, True
+    for path, (_, _, nbytes, itemsize), offset in zip(paths, columns, offsets, strict=True):
+        if offset + nbytes > slot.nbytes:
+            raise ManifestError(
+                f"{path[:256]} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
+            )
+        if offset % itemsize or slot.offset % itemsize:
+            raise ManifestError(
+                f"{path[:256]} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
+            )
+        if nbytes:
+            ordered = ordered and offset >= end
+            end = offset + nbytes
+    if not ordered:
+        _refuse_overlap(paths, [column[2] for column in columns], offsets)
+    return paths, [c[0] for c in columns], [c[1] for c in columns], offsets, [c[2] for c in columns], sums
+
+
+def _column(record: Record, key: str, count: int, high: int) -> list[int]:
+    column = record.items(key, count)
+    if len(column) != count:
+        raise ManifestError(f"{key!r} has {len(column)} items for {count} tensors")
+    if not all(type(item) is int for item in column):
+        raise ManifestError(f"{key!r} holds something else than integers")
+    if column and not (min(column) >= 0 and max(column) <= high):
+        raise ManifestError(f"{key!r} holds a number that is not in 0..{high}")
+    return column
+
+
+def _refuse_overlap(paths: list[str], sizes: list[int], offsets: list[int]) -> None:
+    end, last = 0, ""
+    for offset, nbytes, path in sorted(zip(offsets, sizes, paths, strict=True)):
+        if nbytes and offset < end:
+            raise ManifestError(f"{path[:256]} overlaps {last[:256]} at byte {offset} of the slot")
+        if nbytes:
+            end, last = offset + nbytes, path
+
+
+def _tensor_type(value: Any, byteorder: str) -> tuple[str, tuple[int, ...], int, int]:
+    if type(value) is not list or len(value) != 2 or type(value[0]) is not str or type(value[1]) is not list:
+        raise ManifestError("an entry of 'types' is not a dtype and a shape")
+    dtype, shape = value
+    if len(shape) > MAX_DIMS:
+        raise ManifestError(f"a shape has {len(shape)} dimensions, the limit is {MAX_DIMS}")
+    itemsize = _itemsize(dtype)
+    if byteorder != NATIVE and itemsize > 1:
+        raise ManifestError(f"the manifest's byte order is {byteorder}, this machine's is {NATIVE}")
+    nbytes = itemsize
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= _INT64:
+            raise ManifestError(f"a shape holds {size if type(size) is int else kind_of(size)}")
+        # torch computes strides with zeros taken as ones, and they must not overflow either.
+        nbytes *= max(size, 1)
+        if nbytes > _INT64:
+            raise ManifestError("a shape has more elements than memory can hold")
+    return dtype, tuple(shape), 0 if 0 in shape else nbytes, itemsize
+
+
+@lru_cache(maxsize=256)
+def _itemsize(dtype: str) -> int:
+    try:
+        return str_to_dtype(dtype).itemsize
+    except (TensorferryError, KeyError, ValueError, TypeError) as error:
+        raise ManifestError(f"the manifest has a tensor of unknown dtype {dtype[:64]!r}") from error

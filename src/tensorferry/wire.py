@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer layer of the wire format: header, MAC, and bounded msgpack.
+
+A message is an 8-byte header, a MAC of 32 bytes if the header says so, and a msgpack map.
+What the map holds is :mod:`tensorferry.manifest`'s concern; ``docs/wire-format.md`` has it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from tensorferry.errors import AuthenticationError, ManifestError, UsageError, VersionError
+
+MAGIC = b"\x89TFM"
+MAJOR = 1
+MINOR = 0
+SIGNED = 0x01
+HEADER_NBYTES = 8
+MAC_NBYTES = 32
+MAX_MANIFEST_NBYTES = 16 << 20
+MAX_CONTAINERS = 1 << 18
+
+_PURPOSE = b"ferry manifest 1"
+
+
+def as_key(key: bytes | str | None) -> bytes | None:
+    """Return a MAC key as bytes; text is taken as UTF-8, and None stays None.
+
+    Raises:
+        UsageError: The key is not bytes or str, or not 16 to 64 bytes long.
+    """
+    if key is None:
+        return None
+    if not isinstance(key, (bytes, bytearray, str)):
+        raise UsageError(f"a key is bytes or str, not {type(key).__name__}")
+    try:
+        secret = key.encode() if isinstance(key, str) else bytes(key)
+    except UnicodeEncodeError as error:
+        raise UsageError("the key is not valid Unicode") from error
+    if not 16 <= len(secret) <= 64:
+        raise UsageError(f"a key is 16 to 64 bytes long, this one has {len(secret)}")
+    return secret
+
+
+def seal(body: bytes, key: bytes | None) -> bytes:
+    """Put the header, and a MAC if there is a key, in front of an encoded body."""
+    header = MAGIC + bytes((MAJOR, MINOR, SIGNED if key else 0, 0))
+    mac = _mac(key, header, body) if key else b""
+    return header + mac + body
+
+
+def unseal(data: bytes, key: bytes | None) -> bytes:
+    """Check version and MAC, and return the body, of which nothing has been decoded.
+
+    Raises:
+        ManifestError: This is no message of ours, or it is cut off.
+        VersionError: It has another major version.
+        AuthenticationError: A key is given and the MAC is missing or wrong; or there is a MAC
+            and no key to check it with.
+    """
+    if data[: len(MAGIC)] != MAGIC or len(data) < HEADER_NBYTES:
+        raise ManifestError(f"this is not a manifest: it begins with {data[: len(MAGIC)]!r}, not {MAGIC!r}")
+    major, minor, flags, reserved = data[len(MAGIC) : HEADER_NBYTES]
+    if major != MAJOR:
+        raise VersionError(
+            f"the manifest has version {major}.{minor}, this is tensorferry for version {MAJOR}.x; "
+            f"use releases with the same major version on both sides"
+        )
+    signed = flags == SIGNED
+    if key is not None and not signed:
+        raise AuthenticationError("the manifest has no MAC, but a key is set; set it at the producer too")
+    if flags not in (0, SIGNED) or reserved:
+        raise ManifestError(f"the header has unknown flags {flags:#04x} {reserved:#04x}")
+    if not signed:
+        return data[HEADER_NBYTES:]
+    if key is None:
+        raise AuthenticationError("the manifest has a MAC, but no key is set to check it with")
+    mac, body = data[HEADER_NBYTES : HEADER_NBYTES + MAC_NBYTES], data[HEADER_NBYTES + MAC_NBYTES :]
+    if not hmac.compare_digest(mac, _mac(key, data[:HEADER_NBYTES], body)):
+        raise AuthenticationError("the manifest's MAC is wrong: another key, or it was altered on its way")
+    return body
+
+
+def pack(body: dict[str, Any]) -> bytes:
+    """Encode plain values as msgpack.
+
+    Raises:
+        ValueError, OverflowError, TypeError: Something cannot be encoded.
+    """
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def unpack(body: bytes) -> Any:
+    """Decode msgpack that nobody vouches for, in memory bounded by its length.
+
+    A first pass without any allocation makes sure that every announced item is there, so a
+    few bytes cannot announce a huge array.  Maps must have str keys, none of them twice.
+
+    Raises:
+        ManifestError: It is malformed, has extension types, or is nested too deep.
+    """
+    containers = 0
+
+    def count(items: list[Any]) -> list[Any]:
+        nonlocal containers
+        containers += 1
+        if containers > MAX_CONTAINERS:
+            raise ManifestError(f"the manifest has more than {MAX_CONTAINERS} lists and maps")
+        return items
+
+    def pairs(items: list[tuple[Any, Any]]) -> dict[str, Any]:
+        decoded = dict(count(items))
+        if len(decoded) != len(items) or not all(type(key) is str for key in decoded):
+            raise ManifestError("a map in the manifest has a key twice, or one that is no text")
+        return decoded
+
+    limit = max(len(body), 1)
+    limits = {f"max_{kind}_len": limit for kind in ("str", "bin", "array", "map")}
+    try:
+        scanner = msgpack.Unpacker(max_buffer_size=limit, max_ext_len=0, **limits)
+        scanner.feed(body)
+        scanner.skip()
+        if scanner.tell() != len(body):
+            raise ManifestError(f"{len(body) - scanner.tell()} bytes follow the manifest")
+        return msgpack.unpackb(
+            body,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=pairs,
+            list_hook=count,
+            ext_hook=_no_extensions,
+            max_ext_len=0,
+            **limits,
+        )
+    except ManifestError:
+        raise
+    except Exception as error:  # whatever msgpack raises, the peer's bytes are the reason
+        raise ManifestError(f"the manifest is not valid msgpack: {type(error).__name__}: {error}") from error
+
+
+def _no_extensions(code: int, _: bytes) -> Any:
+    raise ManifestError(f"the manifest has a msgpack extension of type {code}")
+
+
+def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
+    digest = hashlib.blake2b(header, digest_size=MAC_NBYTES, key=key, person=_PURPOSE)
+    digest.update(body)
+    return digest.digest()
