@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorferry.dtypes import dtype_to_str
-from tensorferry.errors import TensorferryError, UsageError
+from tensorferry.dtypes import SUPPORTED_DTYPES
+from tensorferry.errors import UsageError
+
+_SUPPORTED = frozenset(SUPPORTED_DTYPES)
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -45,9 +47,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         raise UsageError("a nested tensor cannot be sent; send its parts as a list (unbind())")
     if tensor.is_meta:
         raise UsageError("a tensor on the meta device has no data to send")
-    if tensor.is_quantized:
-        raise UsageError(f"a quantized tensor ({tensor.dtype}) cannot be sent; send int_repr() and its scale")
-    _require_known(tensor.dtype)
+    if tensor.dtype not in _SUPPORTED:
+        hint = "; send its int_repr() and scale" if tensor.is_quantized else ""
+        raise UsageError(f"a tensor of {tensor.dtype} cannot be sent{hint}")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -61,13 +63,6 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).__torch_dispatch__ is not plain_dispatch:
         raise UsageError(f"{_name(tensor)} wraps other tensors and has no memory of its own; send those")
     return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _require_known(dtype: torch.dtype) -> None:
-    try:
-        dtype_to_str(dtype)
-    except (TensorferryError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"tensors of {dtype} cannot be sent") from error
 
 
 class _Writable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from tensorferry import validation, wire
@@ -40,6 +41,9 @@ class TensorSpec(NamedTuple):
     offset: int
     nbytes: int
     checksum: int | None = None
+
+
+_spec = partial(tuple.__new__, TensorSpec)  # TensorSpec._make, three times as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,7 @@ def _manifest(body: Any) -> Manifest:
     )
     return Manifest(
         request_id=record.text("id", validation.MAX_NAME_NBYTES),
-        tensors=tuple(map(TensorSpec._make, zip(*columns, strict=True))),
+        tensors=tuple(map(_spec, zip(*columns, strict=True))),
         structure=structure,
         peer=validation.peer(record.record("peer")),
         ticket=ticket,

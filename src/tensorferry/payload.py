@@ -63,7 +63,7 @@ def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, list[Leaf]]:
         raise UsageError(f"a payload is a mapping from names to tensors, not {type(tensors).__name__}")
     found: list[torch.Tensor] = []
     structure = _Flattening(found).mapping(tensors, None, 1)
-    return structure, [Leaf(*pair) for pair in zip(leaf_paths(structure), found, strict=True)]
+    return structure, list(map(Leaf, leaf_paths(structure), found))
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> dict[str, Any]:
@@ -210,7 +210,10 @@ def _add_paths(node: Any, path: str, paths: list[str]) -> None:
             _add_paths(value, path + _step(key), paths)
     elif node:
         for index, item in enumerate(node[1:] if node[0] is TUPLE else node):
-            _add_paths(item, f"{path}[{index}]", paths)
+            if item is TENSOR:  # the many items of a long list: no call for each
+                paths.append(f"{path}[{index}]")
+            elif item is not None:
+                _add_paths(item, f"{path}[{index}]", paths)
 
 
 def _step(key: str | int) -> str:

@@ -133,7 +133,7 @@ def _column(record: Record, key: str, count: int, high: int) -> list[int]:
     column = record.items(key, count)
     if len(column) != count:
         raise ManifestError(f"{key!r} has {len(column)} items for {count} tensors")
-    if not all(type(item) is int for item in column):
+    if not set(map(type, column)) <= {int}:
         raise ManifestError(f"{key!r} holds something else than integers")
     if column and not (min(column) >= 0 and max(column) <= high):
         raise ManifestError(f"{key!r} holds a number that is not in 0..{high}")
@@ -173,5 +173,5 @@ def _tensor_type(value: Any, byteorder: str) -> tuple[str, tuple[int, ...], int,
 def _itemsize(dtype: str) -> int:
     try:
         return str_to_dtype(dtype).itemsize
-    except (TensorferryError, KeyError, ValueError, TypeError) as error:
+    except TensorferryError as error:
         raise ManifestError(f"the manifest has a tensor of unknown dtype {dtype[:64]!r}") from error
