@@ -175,6 +175,8 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     if not 1 <= manifest.consumers <= validation.MAX_CONSUMERS:
         raise UsageError(f"a publication is for 1 to {validation.MAX_CONSUMERS} consumers")
     for what, text in (("request id", manifest.request_id), ("producer's name", manifest.producer or "")):
+        if not isinstance(text, str):
+            raise UsageError(f"the {what} is a str, not {type(text).__name__}")
         if len(text.encode(errors="replace")) > validation.MAX_NAME_NBYTES:
             raise UsageError(f"the {what} is longer than {validation.MAX_NAME_NBYTES} bytes")
     types: dict[tuple[str, tuple[int, ...]], int] = {}

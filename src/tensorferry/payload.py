@@ -32,6 +32,7 @@ Trail: TypeAlias = "tuple[Any, str | int] | None"
 
 MAX_DEPTH = 32
 MAX_NODES = 1 << 20
+MAX_PATH_CHARACTERS = 32 << 20
 TENSOR = True
 TUPLE = False
 
@@ -113,15 +114,19 @@ def leaf_paths(structure: Structure) -> list[str]:
 
     A top-level name stands as it is, unless that would give two tensors one path: then the
     names that are not identifiers are quoted.
+
+    Raises:
+        UsageError: All paths together are longer than 32 Mi characters (long keys above many
+            tensors).
     """
-    paths: list[str] = []
+    paths = _Paths()
     for name, node in structure.items():
-        _add_paths(node, name, paths)
-    if len(set(paths)) != len(paths):
-        paths.clear()
+        paths.add(node, name)
+    if len(set(paths.found)) != len(paths.found):
+        paths = _Paths()
         for name, node in structure.items():
-            _add_paths(node, name if name.isidentifier() else _quoted(name), paths)
-    return paths
+            paths.add(node, name if name.isidentifier() else _quoted(name))
+    return paths.found
 
 
 def format_trail(trail: Trail) -> str:
@@ -202,18 +207,35 @@ def _count(node: Any) -> int:
     return 1 if node is TENSOR else 0
 
 
-def _add_paths(node: Any, path: str, paths: list[str]) -> None:
-    if node is TENSOR:
-        paths.append(path)
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            _add_paths(value, path + _step(key), paths)
-    elif node:
-        for index, item in enumerate(node[1:] if node[0] is TUPLE else node):
+class _Paths:
+    """Paths of tensors, and how many characters they may still take together.
+
+    Without this bound a peer could put a huge key above a million tensors.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._remaining = MAX_PATH_CHARACTERS
+
+    def add(self, node: Any, path: str) -> None:
+        if node is TENSOR:
+            self.found.append(path)
+        elif node:
+            self._remaining -= len(path) * len(node)
+            if self._remaining < 0:
+                raise UsageError("the keys are too long for so many tensors; use shorter ones")
+            if isinstance(node, dict):
+                for key, value in node.items():
+                    self.add(value, path + _step(key))
+            else:
+                self._add_items(node[1:] if node[0] is TUPLE else node, path)
+
+    def _add_items(self, items: list[Any], path: str) -> None:
+        for index, item in enumerate(items):
             if item is TENSOR:  # the many items of a long list: no call for each
-                paths.append(f"{path}[{index}]")
+                self.found.append(f"{path}[{index}]")
             elif item is not None:
-                _add_paths(item, f"{path}[{index}]", paths)
+                self.add(item, f"{path}[{index}]")
 
 
 def _step(key: str | int) -> str:

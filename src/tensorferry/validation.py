@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from tensorferry import metadata, payload
 from tensorferry.backends.base import Access, AccessOffer, PeerOffer, SlotTicket
 from tensorferry.dtypes import str_to_dtype
-from tensorferry.errors import ManifestError, TensorferryError
+from tensorferry.errors import ManifestError, TensorferryError, UsageError
 from tensorferry.records import Record, kind_of
 
 NATIVE: Literal["little", "big"] = sys.byteorder
@@ -82,7 +82,10 @@ def check_metadata(value: Any, depth: int = 0) -> None:
 def structure_paths(structure: dict[str, Any]) -> list[str]:
     """Check a payload's structure and return the paths of its tensors."""
     _check_node(structure, 1)
-    return payload.leaf_paths(structure)
+    try:
+        return payload.leaf_paths(structure)
+    except UsageError as error:
+        raise ManifestError(f"the structure of the manifest: {error}") from error
 
 
 def _check_node(node: Any, depth: int) -> None:
@@ -117,11 +120,11 @@ def tensor_columns(
             raise ManifestError(
                 f"{path[:256]} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
             )
-        if offset % itemsize or slot.offset % itemsize:
-            raise ManifestError(
-                f"{path[:256]} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
-            )
         if nbytes:
+            if offset % itemsize or slot.offset % itemsize:
+                raise ManifestError(
+                    f"{path[:256]} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
+                )
             ordered = ordered and offset >= end
             end = offset + nbytes
     if not ordered:
