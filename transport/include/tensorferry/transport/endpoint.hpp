@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "tensorferry/transport/notification.hpp"
+#include "tensorferry/transport/read.hpp"
+#include "tensorferry/transport/remote_key.hpp"
+
+namespace tensorferry::transport {
+
+// The way to one peer's worker; error handling mode PEER.
+//
+// Thread-safe.  It keeps its worker alive; the worker's progress thread owns the UCP endpoint
+// and its unpacked keys, and closes them together when the endpoint fails or is dropped.
+class Endpoint {
+ public:
+  Endpoint(std::shared_ptr<Worker> worker, std::shared_ptr<Connection> connection);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  // 0, or why the peer can no longer be reached.
+  int failure() const noexcept;
+
+  // Asks the peer whether it is the producer `uid`.
+  std::shared_ptr<Read> hello(const Identifier& uid);
+
+  // Asks the producer for the spans of a slot; it validates the ticket before it answers.  With no
+  // spans only the ticket is validated.  Throws Error(kAccessRefused) for a span outside.
+  std::shared_ptr<Read> read_served(const Ticket& ticket, const std::vector<Span>& spans,
+                                    std::shared_ptr<MemoryRegion> destination);
+
+  // Reads the spans by one-sided gets, then the slot's generation word, which must match.
+  std::shared_ptr<Read> read_remote(const Ticket& ticket, const std::vector<Span>& spans,
+                                    std::shared_ptr<MemoryRegion> destination,
+                                    std::shared_ptr<const RemoteKey> pool,
+                                    std::shared_ptr<const RemoteKey> control);
+
+  // Unpacks a key for `nbytes` at `address` in the peer.  Blocks; throws Error.
+  std::shared_ptr<const RemoteKey> unpack(const Bytes& key, std::uint64_t address, std::uint64_t nbytes);
+
+  // Queues a notification; it is dropped if the peer is lost.
+  void notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer);
+
+  // Flushes what was queued for up to `timeout`, then closes.  Idempotent.
+  void close(std::chrono::nanoseconds timeout);
+
+ private:
+  std::shared_ptr<Worker> worker_;
+  std::shared_ptr<Connection> connection_;
+};
+
+}  // namespace tensorferry::transport

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensorferry/transport/endpoint.hpp"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <future>
+#include <utility>
+
+#include "tensorferry/transport/worker.hpp"
+
+namespace tensorferry::transport {
+
+// ---- any thread -------------------------------------------------------------------------------
+
+Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::shared_ptr<Connection> connection)
+    : worker_(std::move(worker)), connection_(std::move(connection)) {}
+
+Endpoint::~Endpoint() {
+  if (getpid() != worker_->owner_pid_) return;
+  worker_->post([worker = worker_.get(), connection = connection_] { worker->close_connection(*connection, false); });
+}
+
+int Endpoint::failure() const noexcept { return connection_->failure.load(std::memory_order_acquire); }
+
+std::shared_ptr<Read> Endpoint::hello(const Identifier& uid) {
+  auto read = std::make_shared<Read>(worker_, nullptr);
+  ReadRequest header{};
+  header.protocol = kProtocol;
+  header.kind = ReadKind::kHello;
+  header.token = uid;
+  const bool posted = worker_->post([worker = worker_.get(), connection = connection_, read, header] {
+    worker->begin(read, connection, 1);
+    worker->request(read, header, nullptr);
+  });
+  if (!posted) read->abandon(kClosed);
+  return read;
+}
+
+std::shared_ptr<Read> Endpoint::read_served(const Ticket& ticket, const std::vector<Span>& spans,
+                                            std::shared_ptr<MemoryRegion> destination) {
+  ReadRequest header{};
+  header.protocol = kProtocol;
+  header.kind = ReadKind::kData;
+  header.index = ticket.index;
+  header.generation = ticket.generation;
+  header.token = ticket.token;
+  std::uint8_t* base = destination ? destination->data() : nullptr;
+  auto read = std::make_shared<Read>(worker_, std::move(destination));
+  read->check(ticket, spans);
+  const bool posted = worker_->post([worker = worker_.get(), connection = connection_, read, header, spans, base] {
+    const std::size_t operations = spans.empty() ? 1 : spans.size();
+    worker->begin(read, connection, operations);
+    if (spans.empty()) worker->request(read, header, nullptr);
+    for (const Span& span : spans) {
+      ReadRequest request = header;
+      request.source = span.source;
+      request.nbytes = span.nbytes;
+      worker->request(read, request, base + span.destination);
+    }
+  });
+  if (!posted) read->abandon(kClosed);
+  return read;
+}
+
+std::shared_ptr<Read> Endpoint::read_remote(const Ticket& ticket, const std::vector<Span>& spans,
+                                            std::shared_ptr<MemoryRegion> destination,
+                                            std::shared_ptr<const RemoteKey> pool,
+                                            std::shared_ptr<const RemoteKey> control) {
+  const std::uint64_t word = sizeof(ControlBlock) + std::uint64_t{ticket.index} * sizeof(std::uint64_t);
+  if (!pool->covers(ticket.offset, ticket.nbytes) || !control->covers(word, sizeof(std::uint64_t))) {
+    throw Error(kAccessRefused, "the ticket leaves the peer's memory");
+  }
+  auto read = std::make_shared<Read>(worker_, std::move(destination));
+  read->check(ticket, spans);
+  read->expected_word_ = ticket.generation;
+  read->word_key_ = control;
+  read->word_address_ = control->address + word;
+  const bool posted =
+      worker_->post([worker = worker_.get(), connection = connection_, read, spans, pool, offset = ticket.offset] {
+        worker->begin(read, connection, spans.size() + 1);
+        for (const Span& span : spans) {
+          worker->get(read, read->destination_->data() + span.destination, span.nbytes,
+                      pool->address + offset + span.source, *pool, read->destination_->memory_type());
+        }
+        worker->end_operation(read, 0);  // stands for the posting itself: the word is read after all of them
+      });
+  if (!posted) read->abandon(kClosed);
+  return read;
+}
+
+std::shared_ptr<const RemoteKey> Endpoint::unpack(const Bytes& key, std::uint64_t address, std::uint64_t nbytes) {
+  std::shared_ptr<RemoteKey> unpacked;
+  worker_->call([&] {
+    const Library& ucx = worker_->library();
+    const int failure = connection_->failure.load(std::memory_order_relaxed);
+    if (failure != 0 || connection_->handle == nullptr) throw Error(failure, "unpacking a key: the peer is lost");
+    ucp_rkey_h handle = nullptr;
+    ucx.check(ucx.ucp_ep_rkey_unpack(connection_->handle, key.data(), &handle), "unpacking a remote key");
+    unpacked = std::make_shared<RemoteKey>(RemoteKey{handle, address, nbytes});
+    connection_->keys.push_back(unpacked);
+  });
+  return unpacked;
+}
+
+void Endpoint::notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer) {
+  NotifyRequest message{};
+  message.protocol = kProtocol;
+  message.kind = static_cast<std::uint32_t>(kind);
+  message.index = ticket.index;
+  message.generation = ticket.generation;
+  message.token = ticket.token;
+  message.consumer = consumer;
+  worker_->post([worker = worker_.get(), connection = connection_, message] {
+    if (connection->handle == nullptr) return;
+    worker->send(connection->handle, kNotifyMessage, &message, sizeof message, 0, {}, [](int) {});
+  });
+}
+
+void Endpoint::close(std::chrono::nanoseconds timeout) {
+  auto closed = std::make_shared<std::promise<void>>();
+  std::future<void> done = closed->get_future();
+  const bool posted = worker_->post([worker = worker_.get(), connection = connection_, closed] {
+    if (connection->handle == nullptr) {
+      closed->set_value();
+      return;
+    }
+    connection->closed = closed;
+    worker->close_connection(*connection, false);
+  });
+  if (posted) done.wait_for(timeout);
+}
+
+// ---- progress thread --------------------------------------------------------------------------
+
+void Worker::open_connection(const std::shared_ptr<Connection>& connection, const Bytes& address) {
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = on_failure;
+  params.err_handler.arg = connection.get();
+  library().check(library().ucp_ep_create(handle_, &params, &connection->handle), "connecting to the peer");
+  connections_.emplace(connection.get(), connection);
+}
+
+// UCX calls this inside progress: it only marks, sweep_failed() closes.
+void Worker::on_failure(void* argument, ucp_ep_h, ucs_status_t status) {
+  auto* connection = static_cast<Connection*>(argument);
+  int none = 0;
+  if (connection->failure.compare_exchange_strong(none, status, std::memory_order_acq_rel)) {
+    connection->worker->failed_.push_back(connection);
+  }
+}
+
+bool Worker::sweep_failed() {
+  if (failed_.empty()) return false;
+  std::vector<Connection*> failed;
+  failed.swap(failed_);
+  for (Connection* connection : failed) close_connection(*connection, true);
+  return true;
+}
+
+// After this nothing new is posted on the connection.  What UCX has posted ends by its callbacks.
+void Worker::close_connection(Connection& connection, bool force) {
+  if (connection.handle == nullptr) return;
+  int none = 0;
+  connection.failure.compare_exchange_strong(none, kClosed, std::memory_order_acq_rel);
+  const int status = connection.failure.load(std::memory_order_relaxed);
+  for (const std::shared_ptr<Read>& read : std::unordered_set(connection.reads)) {
+    if (read->finish(status)) force = true;
+    drop_requests(read);
+  }
+
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  params.flags = force ? UCP_EP_CLOSE_FLAG_FORCE : 0;
+  void* request = library().ucp_ep_close_nbx(connection.handle, &params);
+  connection.handle = nullptr;
+  const auto held = connections_.extract(&connection);
+  if (UCS_PTR_IS_PTR(request)) connection.closing = request;
+  if (!held.empty()) closing_.push_back(held.mapped());
+}
+
+bool Worker::reap_closed() {
+  bool reaped = false;
+  for (std::size_t i = 0; i < closing_.size();) {
+    Connection& connection = *closing_[i];
+    if (connection.closing != nullptr && library().ucp_request_check_status(connection.closing) != UCS_INPROGRESS) {
+      library().ucp_request_free(connection.closing);
+      connection.closing = nullptr;
+    }
+    if (connection.closing != nullptr) {
+      ++i;
+      continue;
+    }
+    for (const auto& key : connection.keys) library().ucp_rkey_destroy(key->handle);
+    connection.keys.clear();
+    if (connection.closed) connection.closed->set_value();
+    connection.closed.reset();
+    closing_[i] = std::move(closing_.back());
+    closing_.pop_back();
+    reaped = true;
+  }
+  return reaped;
+}
+
+}  // namespace tensorferry::transport

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tensorferry/transport/read.hpp"
+
+#include <utility>
+
+#include "tensorferry/transport/worker.hpp"
+
+namespace tensorferry::transport {
+
+// ---- any thread -------------------------------------------------------------------------------
+
+Read::Read(const std::shared_ptr<Worker>& worker, std::shared_ptr<MemoryRegion> destination)
+    : worker_(worker), library_(worker->library()), destination_(std::move(destination)) {}
+
+void Read::check(const Ticket& ticket, const std::vector<Span>& spans) const {
+  const std::uint64_t room = destination_ ? destination_->nbytes() : 0;
+  for (const Span& span : spans) {
+    const bool in_slot = span.source <= ticket.nbytes && span.nbytes <= ticket.nbytes - span.source;
+    const bool in_pool = span.destination <= room && span.nbytes <= room - span.destination;
+    if (!in_slot || !in_pool) throw Error(kAccessRefused, "a span leaves the slot or the landing memory");
+  }
+}
+
+bool Read::wait_for(std::chrono::nanoseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  if (!ended_.wait_until(lock, deadline, [this] { return finished_; })) return false;
+  if (status_ != 0) throw Error(status_, library_.describe(status_));
+  return true;
+}
+
+void Read::abandon(int status) {
+  if (!finish(status)) return;
+  const std::shared_ptr<Worker> worker = worker_.lock();
+  const bool posted =
+      worker && worker->post([worker = worker.get(), self = shared_from_this()] { worker->abandon(self); });
+  // Without a worker nothing was posted, or everything was settled when the worker closed.
+  if (!posted) settled_.store(true, std::memory_order_release);
+}
+
+bool Read::finish(int status) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (finished_) return false;
+  finished_ = true;
+  status_ = status;
+  ended_.notify_all();
+  return true;
+}
+
+bool Read::finished() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return finished_;
+}
+
+// ---- progress thread --------------------------------------------------------------------------
+
+namespace {
+
+// Travels through UCX as the user data of one get or receive.
+struct Pending {
+  Worker* worker;
+  std::shared_ptr<Read> read;
+};
+
+}  // namespace
+
+void Worker::begin(const std::shared_ptr<Read>& read, const std::shared_ptr<Connection>& connection,
+                   std::size_t operations) {
+  read->connection_ = connection;
+  read->outstanding_ = operations;
+  reads_.insert(read);
+  connection->reads.insert(read);
+}
+
+void Worker::request(const std::shared_ptr<Read>& read, ReadRequest header, std::uint8_t* destination) {
+  if (read->connection_->handle == nullptr) return end_operation(read, read->connection_->failure.load());
+  // The number is random, so that a peer cannot answer in place of another.
+  header.request = random_word();
+  served_.emplace(header.request, ServedRead{read, destination, header.nbytes});
+  read->requests_.push_back(header.request);
+  send(read->connection_->handle, kReadMessage, &header, sizeof header, UCP_AM_SEND_FLAG_REPLY, {},
+       [this, read, id = header.request](int status) {
+         if (status != 0 && served_.erase(id) != 0) end_operation(read, status);
+       });
+}
+
+void Worker::get(const std::shared_ptr<Read>& read, void* destination, std::uint64_t nbytes, std::uint64_t address,
+                 const RemoteKey& key, ucs_memory_type_t type) {
+  if (read->connection_->handle == nullptr) return end_operation(read, read->connection_->failure.load());
+  auto* pending = new Pending{this, read};
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  params.memory_type = type;
+  params.user_data = pending;
+  params.cb.send = [](void* request, ucs_status_t status, void* argument) {
+    const std::unique_ptr<Pending> ended(static_cast<Pending*>(argument));
+    ended->worker->library().ucp_request_free(request);
+    ended->worker->end_operation(ended->read, status);
+  };
+  void* request = library().ucp_get_nbx(read->connection_->handle, destination, nbytes, address, key.handle, &params);
+  if (UCS_PTR_IS_PTR(request)) return;
+  delete pending;
+  end_operation(read, UCS_PTR_RAW_STATUS(request));
+}
+
+void Worker::end_operation(const std::shared_ptr<Read>& shared, int status) {
+  const std::shared_ptr<Read> read = shared;  // the caller's may die with what is erased below
+  if (status != 0 && read->error_ == 0) {
+    // A lost connection says more than the code that each of its operations ends with.
+    const int failure = read->connection_->failure.load(std::memory_order_relaxed);
+    read->error_ = failure != 0 ? failure : status;
+    read->finish(read->error_);
+    drop_requests(read);
+  }
+  if (--read->outstanding_ > 0) return;
+  if (read->error_ == 0 && read->word_key_ != nullptr && !read->finished()) {
+    // Only now, with all data here, does the word say what that data belongs to.
+    const std::shared_ptr<const RemoteKey> key = std::move(read->word_key_);
+    read->outstanding_ = 1;
+    return get(read, &read->word_, sizeof read->word_, read->word_address_, *key, UCS_MEMORY_TYPE_HOST);
+  }
+  const bool stale = read->word_ != read->expected_word_;
+  read->finish(read->error_ != 0 ? read->error_ : stale ? static_cast<int>(kLeaseExpired) : 0);
+  read->settled_.store(true, std::memory_order_release);
+  read->connection_->reads.erase(read);
+  read->connection_.reset();
+  reads_.erase(read);
+}
+
+// Forgets requests that have no answer yet: whatever still comes for them is refused.
+void Worker::drop_requests(const std::shared_ptr<Read>& read) {
+  std::vector<std::uint64_t> requests;
+  requests.swap(read->requests_);
+  std::size_t dropped = 0;
+  for (const std::uint64_t id : requests) dropped += served_.erase(id);
+  for (; dropped > 0; --dropped) end_operation(read, kCancelled);
+}
+
+void Worker::abandon(const std::shared_ptr<Read>& read) {
+  if (read->settled()) return;
+  const std::shared_ptr<Connection> connection = read->connection_;
+  drop_requests(read);
+  if (read->settled() || connection == nullptr) return;
+  for (const std::shared_ptr<Read>& other : connection->reads) {
+    if (!other->finished()) return;
+  }
+  // UCX still holds the destination and nothing else needs this connection: closing it gives the
+  // memory back, however long the peer stays silent.
+  close_connection(*connection, true);
+}
+
+}  // namespace tensorferry::transport
