@@ -32,7 +32,7 @@ Trail: TypeAlias = "tuple[Any, str | int] | None"
 
 MAX_DEPTH = 32
 MAX_NODES = 1 << 20
-MAX_PATH_CHARACTERS = 32 << 20
+MAX_PATH_CHARACTERS = 64 << 20
 TENSOR = True
 TUPLE = False
 
@@ -116,8 +116,8 @@ def leaf_paths(structure: Structure) -> list[str]:
     names that are not identifiers are quoted.
 
     Raises:
-        UsageError: All paths together are longer than 32 Mi characters (long keys above many
-            tensors).
+        UsageError: All paths together would take too much memory: the sum over all entries of
+            containers, of 32 and the length of the container's path, is above 64 Mi.
     """
     paths = _Paths()
     for name, node in structure.items():
@@ -210,7 +210,7 @@ def _count(node: Any) -> int:
 class _Paths:
     """Paths of tensors, and how many characters they may still take together.
 
-    Without this bound a peer could put a huge key above a million tensors.
+    Without this bound a peer could send millions of marks, or put a huge key above many.
     """
 
     def __init__(self) -> None:
@@ -221,9 +221,9 @@ class _Paths:
         if node is TENSOR:
             self.found.append(path)
         elif node:
-            self._remaining -= len(path) * len(node)
+            self._remaining -= (len(path) + 32) * len(node)
             if self._remaining < 0:
-                raise UsageError("the keys are too long for so many tensors; use shorter ones")
+                raise UsageError("there are too many entries, or too long keys above many; use shorter ones")
             if isinstance(node, dict):
                 for key, value in node.items():
                     self.add(value, path + _step(key))

@@ -113,9 +113,19 @@ def tensor_columns(
     kinds = _column(record, "type", count, len(types) - 1)
     offsets = _column(record, "offset", count, slot.nbytes)
     sums = _column(record, "sums", count, _UINT64) if has_sums else [None] * count
-    columns = [types[kind] for kind in kinds]
+    rows = [types[kind] for kind in kinds]
+    sizes = [row[2] for row in rows]
+    if not _fit(paths, sizes, [row[3] for row in rows], offsets, slot):
+        _refuse_overlap(paths, sizes, offsets)
+    return paths, [row[0] for row in rows], [row[1] for row in rows], offsets, sizes, sums
+
+
+def _fit(
+    paths: list[str], sizes: list[int], itemsizes: list[int], offsets: list[int], slot: SlotTicket
+) -> bool:
+    """Check each tensor against the slot; return whether all are in ascending order."""
     end, ordered = 0, True
-    for path, (_, _, nbytes, itemsize), offset in zip(paths, columns, offsets, strict=True):
+    for path, nbytes, itemsize, offset in zip(paths, sizes, itemsizes, offsets, strict=True):
         if offset + nbytes > slot.nbytes:
             raise ManifestError(
                 f"{path[:256]} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
@@ -127,9 +137,7 @@ def tensor_columns(
                 )
             ordered = ordered and offset >= end
             end = offset + nbytes
-    if not ordered:
-        _refuse_overlap(paths, [column[2] for column in columns], offsets)
-    return paths, [c[0] for c in columns], [c[1] for c in columns], offsets, [c[2] for c in columns], sums
+    return ordered
 
 
 def _column(record: Record, key: str, count: int, high: int) -> list[int]:
