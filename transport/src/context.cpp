@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <utility>
 
 namespace tensorferry::transport {
@@ -12,6 +13,20 @@ namespace {
 // The oldest API whose functions and fields the core relies on.
 constexpr unsigned kApiMajor = 1;
 constexpr unsigned kApiMinor = 12;
+
+// UCX before 1.17 looks up a transport's settings without the transport's name, for every transport
+// that has such a setting; its environment variables have the name in all versions.
+std::string name_in_this_version(const Library& library, const std::string& name) {
+  unsigned major = 0;
+  unsigned minor = 0;
+  unsigned release = 0;
+  library.ucp_get_version(&major, &minor, &release);
+  if (major > 1 || minor >= 17) return name;
+  for (const char* transport : {"TCP_", "POSIX_", "SYSV_", "CMA_", "SELF_"}) {
+    if (name.rfind(transport, 0) == 0) return name.substr(std::strlen(transport));
+  }
+  return name;
+}
 
 class Config {
  public:
@@ -23,7 +38,8 @@ class Config {
   Config& operator=(const Config&) = delete;
 
   void modify(const std::string& name, const std::string& value) {
-    const ucs_status_t status = library_.ucp_config_modify(handle_, name.c_str(), value.c_str());
+    const std::string known = name_in_this_version(library_, name);
+    const ucs_status_t status = library_.ucp_config_modify(handle_, known.c_str(), value.c_str());
     if (status != UCS_OK) {
       throw Error(status, "UCX does not take " + name + "=" + value + ": " + library_.ucs_status_string(status));
     }

@@ -39,12 +39,8 @@ Worker::Worker(std::shared_ptr<Context> context) : context_(std::move(context)),
   try {
     ucx.check(ucx.ucp_worker_get_efd(handle_, &event_fd_), "asking for the worker's event");
     ucp_worker_attr_t attributes{};
-    attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS;
-    attributes.address_flags = UCP_WORKER_ADDRESS_FLAG_NET_ONLY;
-    if (ucx.ucp_worker_query(handle_, &attributes) != UCS_OK) {  // no network transport: all of them
-      attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS;
-      ucx.check(ucx.ucp_worker_query(handle_, &attributes), "asking for the worker's address");
-    }
+    attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS;
+    ucx.check(ucx.ucp_worker_query(handle_, &attributes), "asking for the worker's address");
     const auto* first = reinterpret_cast<const std::uint8_t*>(attributes.address);
     address_.assign(first, first + attributes.address_length);
     ucx.ucp_worker_release_address(handle_, attributes.address);

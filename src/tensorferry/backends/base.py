@@ -88,7 +88,8 @@ class SlotTicket:
     nbytes: int
 
 
-class Notice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Notice:
     """What the producer's backend reports about a slot.
 
     ``release`` and ``reject`` come from a consumer that proved the slot's token; ``drained``
@@ -158,14 +159,14 @@ class Read(ABC):
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
-        """Wait until every byte has arrived; the GIL is released.
+        """Wait until every byte has arrived and is known to be the ticket's; the GIL is released.
 
         Raises:
             TransferTimeoutError: Not all bytes came within ``timeout`` seconds; the batch
                 was cancelled.
             TransferCancelledError: :meth:`cancel` was called.
             PeerLostError: The peer is gone.
-            LeaseExpiredError: The producer says that the slot is no longer admitted.
+            LeaseExpiredError: The slot does not hold the ticket's generation any more.
             RemoteAccessError: The producer or the device refused the read.
 
         After an error the destination must not be reused until :attr:`settled` is True.
@@ -219,9 +220,10 @@ class Connection(ABC):
 
     @abstractmethod
     def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
-        """Check that what was read up to now belongs to the ticket's generation.
+        """Check that the slot still holds the ticket's generation, and so what was read up to now.
 
-        Must be called after the data has arrived and before it is handed to anyone.
+        Must be called after bytes were taken from :meth:`view` and before they are handed to
+        anyone, and where a payload has no bytes to read.  :meth:`Read.wait` has checked already.
 
         Raises:
             LeaseExpiredError: It may not; discard the data.

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Writes the type stub of the installed native module to FILE (default: the committed one).
+set -eu
+cd "$(dirname "$0")/.."
+python -m nanobind.stubgen -q -m tensorferry._transport -p transport/bindings/stub_patterns.txt \
+  -o "${1:-src/tensorferry/_transport.pyi}"
