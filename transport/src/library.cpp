@@ -6,6 +6,7 @@
 #include <signal.h>
 
 #include <array>
+#include <filesystem>
 #include <map>
 #include <mutex>
 
@@ -37,7 +38,11 @@ std::string origin(void* handle) {
   return map->l_name;
 }
 
-std::string directory(const std::string& path) { return path.substr(0, path.rfind('/') + 1); }
+std::filesystem::path directory(const std::string& path) {
+  std::error_code error;  // a path that cannot be resolved is compared as it is
+  const auto resolved = std::filesystem::canonical(path, error);
+  return (error ? std::filesystem::path(path) : resolved).parent_path();
+}
 
 // The functions of libucs come by libucp's dependencies, which the dynamic linker resolves by
 // SONAME: a libucs of another build may have been first, and the pair would not fit.

@@ -18,9 +18,9 @@
 namespace tensorferry::transport {
 namespace {
 
-// After the last activity the thread looks again for this long before it sleeps: about what a
-// wake-up through the kernel costs, so that it never burns more than it saves.
-constexpr std::chrono::microseconds kSpin{20};
+// After the last activity the thread looks again for this long before it sleeps.  Several wake-ups
+// through the kernel fit into it, so a peer's answer to a small read comes before the sleep.
+constexpr std::chrono::microseconds kSpin{200};
 
 }  // namespace
 
@@ -165,7 +165,7 @@ void Worker::run() {
       }
       if (closing && closing_.empty() && sends_running_ == 0) break;
       if (expired) break;
-      if (!busy) std::this_thread::sleep_for(kSpin);
+      if (!busy) std::this_thread::sleep_for(kSpin / 4);
       continue;
     }
     if (busy) {
@@ -221,6 +221,7 @@ void Worker::shut_down() {
     reap_closed();
   }
   for (const auto& connection : closing_) {
+    library().ucp_request_free(connection->closing);  // or destroying the worker aborts (UCX 1.13)
     for (const auto& key : connection->keys) library().ucp_rkey_destroy(key->handle);
   }
   library().ucp_worker_destroy(handle_);

@@ -74,9 +74,7 @@ def choose_library(environ: Mapping[str, str], mapped: str) -> tuple[str, str]:
     if wanted == "wheel":
         return _present(wheel, "pip install libucx-cu12"), "TENSORFERRY_UCX=wheel"
     if wanted == "system":
-        return _present(
-            system, "install libucx0, MOFED or HPC-X"
-        ), "TENSORFERRY_UCX=system"
+        return _present(system, "install libucx0, MOFED or HPC-X"), "TENSORFERRY_UCX=system"
     if wanted:
         path = Path(wanted)
         return _present(

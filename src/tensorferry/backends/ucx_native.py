@@ -35,7 +35,7 @@ from tensorferry.errors import (
 logger = logging.getLogger(__name__)
 
 # UCX's own defaults of 8K and 64K cost five times the bandwidth over tcp (docs/benchmarks.md).
-DEFAULTS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+DEFAULTS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
 RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "all")
 
 # ucs_status_t, from UCX's ucs/type/status.h.
@@ -173,6 +173,11 @@ class PoolMemory:
         self._pinned_address = self.memory.address
 
     def register(self, context: _transport.Context) -> _transport.MemoryRegion:
+        """Register the pool with a context; the region keeps both alive.
+
+        Raises:
+            RegistrationError: The locked-memory limit or the device does not allow it.
+        """
         with native_errors(
             f"registering a pool of {self.memory.nbytes} bytes (see RLIMIT_MEMLOCK, ulimit -l)"
         ):

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two workers of one process, joined by UCX over tcp on the loopback device.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <thread>
+
+#include "tensorferry/transport/endpoint.hpp"
+#include "tensorferry/transport/worker.hpp"
+
+using namespace tensorferry::transport;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr std::size_t kPool = 32 << 20;
+constexpr Identifier kUid{1, 2, 3, 4};
+
+std::shared_ptr<const Library> library() {
+  const char* path = std::getenv("TENSORFERRY_TEST_UCX");
+  return Library::load(path != nullptr ? path : "libucp.so.0");
+}
+
+std::shared_ptr<Context> make_context(bool remote_memory) {
+  return Context::create(library(), {{"TCP_TX_SEG_SIZE", "256k"}, {"TCP_RX_SEG_SIZE", "256k"}},
+                         {{"TLS", "tcp"}, {"NET_DEVICES", "lo"}}, remote_memory);
+}
+
+struct Producer {
+  explicit Producer(bool remote_memory = false)
+      : context(make_context(remote_memory)),
+        memory(Memory::allocate_shared(kPool)),
+        region(MemoryRegion::create(context, memory, UCS_MEMORY_TYPE_HOST)),
+        table(std::make_shared<SlotTable>(kPool, 16, kUid, true)),
+        control(MemoryRegion::create(context, table->control(), UCS_MEMORY_TYPE_HOST)),
+        worker(Worker::create(context)) {
+    for (std::size_t i = 0; i < kPool; ++i) memory->data()[i] = static_cast<std::uint8_t>(i * 2654435761u >> 24);
+    worker->serve(table, region);
+  }
+  std::shared_ptr<Context> context;
+  std::shared_ptr<Memory> memory;
+  std::shared_ptr<MemoryRegion> region;
+  std::shared_ptr<SlotTable> table;
+  std::shared_ptr<MemoryRegion> control;
+  std::shared_ptr<Worker> worker;
+};
+
+struct Consumer {
+  explicit Consumer(const Producer& producer, bool remote_memory = false)
+      : context(make_context(remote_memory)),
+        memory(Memory::allocate(kPool)),
+        region(MemoryRegion::create(context, memory, UCS_MEMORY_TYPE_HOST)),
+        worker(Worker::create(context)),
+        endpoint(worker->connect(producer.worker->address())) {}
+  std::shared_ptr<Context> context;
+  std::shared_ptr<Memory> memory;
+  std::shared_ptr<MemoryRegion> region;
+  std::shared_ptr<Worker> worker;
+  std::shared_ptr<Endpoint> endpoint;
+};
+
+int outcome(const std::shared_ptr<Read>& read, std::chrono::nanoseconds timeout = 20s) {
+  try {
+    return read->wait_for(timeout) ? 0 : static_cast<int>(kTimedOut);
+  } catch (const Error& error) {
+    return error.status();
+  }
+}
+
+bool settles(const std::shared_ptr<Read>& read) {
+  for (int i = 0; i < 2000 && !read->settled(); ++i) std::this_thread::sleep_for(5ms);
+  return read->settled();
+}
+
+}  // namespace
+
+TEST_CASE("hello is answered by the right producer only") {
+  Producer producer;
+  Consumer consumer(producer);
+  CHECK(outcome(consumer.endpoint->hello(kUid)) == 0);
+  Identifier other = kUid;
+  other[0] ^= 1;
+  CHECK(outcome(consumer.endpoint->hello(other)) == kAccessRefused);
+}
+
+TEST_CASE("served reads bring exactly the bytes of the slot") {
+  Producer producer;
+  Consumer consumer(producer);
+  for (const std::uint64_t nbytes : {1ull, 8ull, 4096ull, 65535ull, 262144ull, 262145ull, 1ull << 20, 16ull << 20}) {
+    const Ticket ticket = producer.table->admit(512, nbytes, 60s);
+    std::memset(consumer.memory->data(), 0, nbytes + 1);
+    const auto read = consumer.endpoint->read_served(ticket, {{0, 0, nbytes}}, consumer.region);
+    REQUIRE(outcome(read) == 0);
+    CHECK(settles(read));
+    CHECK(std::memcmp(consumer.memory->data(), producer.memory->data() + 512, nbytes) == 0);
+    CHECK(consumer.memory->data()[nbytes] == 0);
+    // The producer may still wait for the acknowledgement.
+    if (!producer.table->withdraw(ticket.index, ticket.generation)) {
+      CHECK(producer.table->notifications(20s).size() == 1);
+    }
+  }
+}
+
+TEST_CASE("a batch reads several spans, and none at all") {
+  Producer producer;
+  Consumer consumer(producer);
+  const Ticket ticket = producer.table->admit(0, 1 << 20, 60s);
+  const std::vector<Span> spans{{0, 100, 10}, {5000, 200, 300000}, {1 << 19, 400000, 1 << 19}};
+  REQUIRE(outcome(consumer.endpoint->read_served(ticket, spans, consumer.region)) == 0);
+  for (const Span& span : spans) {
+    CHECK(std::memcmp(consumer.memory->data() + span.destination, producer.memory->data() + span.source,
+                      span.nbytes) == 0);
+  }
+  CHECK(outcome(consumer.endpoint->read_served(ticket, {}, consumer.region)) == 0);
+  producer.table->withdraw(ticket.index, ticket.generation);
+  CHECK(outcome(consumer.endpoint->read_served(ticket, {}, consumer.region)) == kLeaseExpired);
+}
+
+TEST_CASE("a served read of one's own making is refused and the producer lives on") {
+  Producer producer;
+  Consumer consumer(producer);
+  const Ticket ticket = producer.table->admit(4096, 4096, 60s);
+  const auto attempt = [&](Ticket forged, std::uint64_t source, std::uint64_t nbytes) {
+    forged.nbytes = kPool;  // what the consumer's own check would allow
+    return outcome(consumer.endpoint->read_served(forged, {{source, 0, nbytes}}, consumer.region));
+  };
+  CHECK(attempt(ticket, 0, 4097) == kAccessRefused);
+  CHECK(attempt(ticket, 4096, 1) == kAccessRefused);
+  Ticket forged = ticket;
+  forged.token[3] ^= 0x80;
+  CHECK(attempt(forged, 0, 1) != 0);
+  forged = ticket;
+  forged.generation += 1;
+  CHECK(attempt(forged, 0, 1) == kAccessRefused);
+  forged = ticket;
+  forged.index = 77;
+  CHECK(attempt(forged, 0, 1) != 0);
+  CHECK(attempt(ticket, 0, 4096) == 0);
+}
+
+TEST_CASE("spans outside the slot or the landing memory never leave the consumer") {
+  Producer producer;
+  Consumer consumer(producer);
+  const Ticket ticket = producer.table->admit(0, 4096, 60s);
+  CHECK_THROWS_AS(consumer.endpoint->read_served(ticket, {{0, 0, 4097}}, consumer.region), Error);
+  CHECK_THROWS_AS(consumer.endpoint->read_served(ticket, {{~0ull, 0, 2}}, consumer.region), Error);
+  CHECK_THROWS_AS(consumer.endpoint->read_served(ticket, {{0, kPool, 1}}, consumer.region), Error);
+  CHECK_THROWS_AS(consumer.endpoint->read_served(ticket, {{0, ~0ull, 2}}, consumer.region), Error);
+}
+
+TEST_CASE("remote reads check the generation after the data") {
+  Producer producer(true);
+  Consumer consumer(producer, true);
+  REQUIRE(outcome(consumer.endpoint->hello(kUid)) == 0);
+  const auto pool = consumer.endpoint->unpack(producer.region->pack_key(),
+                                              reinterpret_cast<std::uint64_t>(producer.region->data()), kPool);
+  const auto control =
+      consumer.endpoint->unpack(producer.control->pack_key(), reinterpret_cast<std::uint64_t>(producer.control->data()),
+                                producer.control->nbytes());
+  for (const std::uint64_t nbytes : {1ull, 4096ull, 1ull << 20, 16ull << 20}) {
+    const Ticket ticket = producer.table->admit(4096, nbytes, 60s);
+    const auto read = consumer.endpoint->read_remote(ticket, {{0, 0, nbytes}}, consumer.region, pool, control);
+    REQUIRE(outcome(read) == 0);
+    CHECK(std::memcmp(consumer.memory->data(), producer.memory->data() + 4096, nbytes) == 0);
+    producer.table->withdraw(ticket.index, ticket.generation);
+    CHECK(outcome(consumer.endpoint->read_remote(ticket, {{0, 0, nbytes}}, consumer.region, pool, control)) ==
+          kLeaseExpired);
+    CHECK(outcome(consumer.endpoint->read_remote(ticket, {}, consumer.region, pool, control)) == kLeaseExpired);
+  }
+  Ticket outside = producer.table->admit(0, 1, 60s);
+  outside.offset = kPool;
+  CHECK_THROWS_AS(consumer.endpoint->read_remote(outside, {{0, 0, 1}}, consumer.region, pool, control), Error);
+  outside.offset = 0;
+  outside.index = 1 << 20;
+  CHECK_THROWS_AS(consumer.endpoint->read_remote(outside, {{0, 0, 1}}, consumer.region, pool, control), Error);
+}
+
+TEST_CASE("notifications arrive") {
+  Producer producer;
+  Consumer consumer(producer);
+  const Ticket ticket = producer.table->admit(0, 4096, 60s);
+  const Identifier me{42};
+  consumer.endpoint->notify(NotificationKind::kRelease, ticket, me);
+  const auto taken = producer.table->notifications(20s);
+  REQUIRE(taken.size() == 1);
+  CHECK(taken[0].kind == NotificationKind::kRelease);
+  CHECK(taken[0].generation == ticket.generation);
+  CHECK(taken[0].consumer == me);
+}
+
+TEST_CASE("closing an endpoint delivers what was queued on it") {
+  Producer producer;
+  const Ticket ticket = producer.table->admit(0, 4096, 60s);
+  {
+    Consumer consumer(producer);
+    consumer.endpoint->notify(NotificationKind::kReject, ticket, {});
+    consumer.worker->close(10s);
+  }
+  const auto taken = producer.table->notifications(20s);
+  REQUIRE(taken.size() == 1);
+  CHECK(taken[0].kind == NotificationKind::kReject);
+}
+
+TEST_CASE("a producer that closes ends reads with an error, and later ones at once") {
+  auto producer = std::make_unique<Producer>();
+  Consumer consumer(*producer);
+  REQUIRE(outcome(consumer.endpoint->hello(kUid)) == 0);
+  const Ticket ticket = producer->table->admit(0, 1 << 20, 60s);
+  producer->table->close();
+  CHECK(outcome(consumer.endpoint->read_served(ticket, {{0, 0, 1 << 20}}, consumer.region)) == kPeerGone);
+  producer->worker->close(1s);
+  const auto read = consumer.endpoint->read_served(ticket, {{0, 0, 1 << 20}}, consumer.region);
+  CHECK(outcome(read) != 0);
+  CHECK(settles(read));
+  CHECK(consumer.endpoint->failure() != 0);
+}
+
+TEST_CASE("an abandoned read settles, keeps its error, and what comes late is dropped") {
+  Producer producer;
+  Consumer consumer(producer);
+  REQUIRE(outcome(consumer.endpoint->hello(kUid)) == 0);
+  const Ticket ticket = producer.table->admit(0, 16 << 20, 60s);
+  for (int round = 0; round < 50; ++round) {
+    const auto read = consumer.endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region);
+    if (round % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+    read->abandon(kCancelled);
+    const int status = outcome(read, 0s);
+    CHECK((status == kCancelled || status == 0));
+    REQUIRE(settles(read));
+    if (consumer.endpoint->failure() != 0) consumer.endpoint = consumer.worker->connect(producer.worker->address());
+  }
+  const auto read = consumer.endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region);
+  CHECK(outcome(read) == 0);
+  CHECK(std::memcmp(consumer.memory->data(), producer.memory->data(), 16 << 20) == 0);
+}
+
+TEST_CASE("a worker that closes ends its reads, and they are settled") {
+  Producer producer;
+  Consumer consumer(producer);
+  REQUIRE(outcome(consumer.endpoint->hello(kUid)) == 0);
+  const Ticket ticket = producer.table->admit(0, 16 << 20, 60s);
+  std::vector<std::shared_ptr<Read>> reads;
+  for (int i = 0; i < 20; ++i) {
+    reads.push_back(consumer.endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region));
+  }
+  consumer.worker->close(0s);
+  for (const auto& read : reads) {
+    outcome(read, 0s);
+    CHECK(read->settled());
+  }
+  const auto late = consumer.endpoint->read_served(ticket, {{0, 0, 1}}, consumer.region);
+  CHECK(outcome(late) == kClosed);
+  CHECK(late->settled());
+  CHECK_THROWS_AS(consumer.worker->connect(producer.worker->address()), Error);
+}
+
+TEST_CASE("a dropped endpoint and worker clean up after themselves with reads running") {
+  Producer producer;
+  const Ticket ticket = producer.table->admit(0, 16 << 20, 60s);
+  for (int round = 0; round < 10; ++round) {
+    Consumer consumer(producer);
+    REQUIRE(outcome(consumer.endpoint->hello(kUid)) == 0);
+    auto read = consumer.endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region);
+    if (round % 2 == 0) read.reset();
+    consumer.endpoint.reset();
+  }
+  producer.worker->close(5s);
+  CHECK(producer.table->running_reads() == 0);
+}
+
+TEST_CASE("a consumer that vanishes while it connects does the producer no harm") {
+  if (library()->version() < "1.14") {
+    MESSAGE("skipped: UCX " << library()->version() << " aborts the producer by an assertion of its own");
+    return;
+  }
+  Producer producer;
+  const Ticket ticket = producer.table->admit(0, 16 << 20, 60s);
+  for (int round = 0; round < 20; ++round) {
+    Consumer consumer(producer);
+    const auto read = consumer.endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region);
+    if (round % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+    consumer.worker->close(0s);
+  }
+  Consumer consumer(producer);
+  CHECK(outcome(consumer.endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region)) == 0);
+}
+
+TEST_CASE("many threads read through one endpoint") {
+  Producer producer;
+  Consumer consumer(producer);
+  const Ticket ticket = producer.table->admit(0, 1 << 20, 60s);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (std::uint64_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const std::uint64_t mine = t << 20;
+      for (std::uint64_t i = 1; i <= 100; ++i) {
+        const std::uint64_t nbytes = i * 9973;
+        const auto read = consumer.endpoint->read_served(ticket, {{i, mine, nbytes}}, consumer.region);
+        if (outcome(read) != 0 ||
+            std::memcmp(consumer.memory->data() + mine, producer.memory->data() + i, nbytes) != 0) {
+          ++wrong;
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("unusable libraries and settings are errors") {
+  CHECK_THROWS_AS(Library::load("/nonexistent/libucp.so.0"), Error);
+  CHECK_THROWS_AS(Library::load("libc.so.6"), Error);
+  CHECK_THROWS_AS(Context::create(library(), {}, {{"TLS", "no_such_transport"}}, false), Error);
+  CHECK(Library::mapped_path() == library()->path());
+  CHECK_FALSE(library()->version().empty());
+}
