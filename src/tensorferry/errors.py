@@ -66,7 +66,22 @@ class ForkedProcessError(UsageError):
 
 
 class CapacityError(TensorferryError):
-    """There is no room right now; nothing was changed, and a retry may succeed."""
+    """There is no room right now; nothing was changed, and a retry may succeed.
+
+    Attributes:
+        requested_nbytes: Bytes that were asked for.
+        free_nbytes: Bytes of the pool that were free, in however many pieces.
+        pool_nbytes: Bytes of the pool; 0 where it was not memory that ran out.
+    """
+
+    def __init__(
+        self, message: str, *, requested_nbytes: int = 0, free_nbytes: int = 0, pool_nbytes: int = 0
+    ) -> None:
+        """Keep the message and the figures."""
+        super().__init__(message)
+        self.requested_nbytes = requested_nbytes
+        self.free_nbytes = free_nbytes
+        self.pool_nbytes = pool_nbytes
 
 
 class PoolExhaustedError(CapacityError):

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer's pool: memory where bytes land, and the quarantine of what may still land."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from tensorferry.arguments import Deadline
+from tensorferry.backends.base import Read
+from tensorferry.room import Loan, Room
+
+BLOCK_NBYTES = 4096
+
+
+class Landing:
+    """Lends landing memory, and keeps back what an unfinished read may still write to.
+
+    Any method may be called from any thread.
+
+    Args:
+        pool: Flat uint8 tensor over the landing pool.
+        owner: Who has it, for messages.
+    """
+
+    def __init__(self, pool: torch.Tensor, owner: str) -> None:
+        self.pool = pool
+        self._lock = threading.Lock()
+        self._quarantine: list[tuple[Read, Loan]] = []
+        self._room = Room(pool.numel(), BLOCK_NBYTES, owner=owner, poll=self.sweep)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes in use, quarantine included."""
+        return self._room.allocated_nbytes
+
+    @property
+    def quarantined_nbytes(self) -> int:
+        """Bytes that reads may still write to which nobody waits for."""
+        with self._lock:
+            return sum(loan.nbytes for _, loan in self._quarantine)
+
+    @property
+    def waiters(self) -> int:
+        """How many calls wait for room."""
+        return self._room.waiters
+
+    def take(self, nbytes: int, borrower: str, deadline: Deadline) -> Loan:
+        """Lend memory, first come first served.
+
+        Args:
+            nbytes: How much, above 0.
+            borrower: For whom, for messages.
+            deadline: When to give up waiting.
+
+        Raises:
+            PayloadTooLargeError: The pool is smaller than that.
+            PoolTimeoutError: There was no room in time.
+            ClosedError: The consumer was closed before or meanwhile.
+        """
+        return self._room.take(nbytes, borrower, deadline.remaining())
+
+    def memory(self, loan: Loan) -> torch.Tensor:
+        """Return the memory of a loan."""
+        return self.pool[loan.offset : loan.offset + loan.nbytes]
+
+    def give_back(self, loan: Loan) -> None:
+        """Take memory back that nothing writes to any more."""
+        self._room.give_back(loan)
+
+    def give_up(self, loan: Loan, read: Read) -> None:
+        """Cancel a read and take its memory back as soon as nothing can write to it any more."""
+        read.cancel()
+        with self._lock:
+            self._quarantine.append((read, loan))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Take back what was in quarantine and is settled now."""
+        if not self._quarantine:
+            return
+        with self._lock:
+            settled = [loan for read, loan in self._quarantine if read.settled]
+            self._quarantine = [entry for entry in self._quarantine if entry[1] not in settled]
+        for loan in settled:
+            self.give_back(loan)
+
+    def close(self) -> None:
+        """Lend nothing any more; those who wait get :class:`ClosedError`."""
+        self._room.close()

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side that has tensors: copies them into its pool and hands out manifests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from tensorferry import arguments, layout, packing, wire
+from tensorferry.backends import registry
+from tensorferry.dtypes import dtype_to_str
+from tensorferry.errors import UsageError
+from tensorferry.manifest import Checksum, Manifest, TensorSpec, encode_manifest
+from tensorferry.metadata import plain_metadata
+from tensorferry.metrics import ProducerStatistics
+from tensorferry.ownership import Closer, Lifetime
+from tensorferry.payload import Leaf, Structure, flatten
+from tensorferry.publications import Publications
+from tensorferry.room import Loan, Room
+from tensorferry.streams import completed_copies
+from tensorferry.validation import MAX_CONSUMERS, MAX_NAME_NBYTES
+
+ACCESSES = ("auto", "served", "rdma", "mapped")
+
+_SLOTS = (256, 65536)  # fewest and most publications that may live at a time
+
+
+class _Payload(NamedTuple):
+    """A payload that was checked and laid out, before anything is copied."""
+
+    structure: Structure
+    leaves: list[Leaf]
+    offsets: list[int]
+    nbytes: int
+
+
+class Producer:
+    """Publishes tensors: copies them into a pool that consumers read.
+
+    Any method may be called from any thread.  After ``fork()`` every method raises
+    :class:`ForkedProcessError` in the child, and the child leaves the parent's pool alone.
+    Close it, or use it in a ``with`` statement.
+
+    Args:
+        pool_size: Bytes, or text like ``"4GiB"`` or ``"512MB"``.  Never more is used.
+        device: Where the pool is: ``"cpu"``, or a CUDA device.
+        min_block_size: Smallest piece of the pool in bytes, a power of two of at least 64;
+            slots are rounded up to multiples of it.
+        backend: Name of the library that moves the bytes.
+        backend_options: Its settings; for ``"ucx"``, UCX settings without ``UCX_``, for example
+            ``{"TLS": "tcp", "NET_DEVICES": "lo"}``.
+        access: How consumers may read: ``"served"``, ``"rdma"``, ``"mapped"``, or ``"auto"`` for
+            all that suit.
+        lease: Seconds for which a publication is kept for its consumers by default.
+        key: 16 to 64 bytes (or text) shared with the consumers; manifests carry a MAC then.
+        checksum: ``"xxh3"`` adds a checksum of each tensor, which consumers verify.
+        name: What consumers and messages call this producer.
+
+    Raises:
+        UsageError: An argument is out of range; the message names it.
+        RegistrationError: The pool cannot be allocated or registered.
+        BackendUnavailableError: The backend cannot be used here.
+    """
+
+    def __init__(
+        self,
+        pool_size: int | str,
+        *,
+        device: torch.device | str = "cpu",
+        min_block_size: int = 4096,
+        backend: str = "ucx",
+        backend_options: Mapping[str, str] | None = None,
+        access: Literal["auto", "served", "rdma", "mapped"] = "auto",
+        lease: float = 60.0,
+        key: bytes | str | None = None,
+        checksum: Checksum | None = None,
+        name: str | None = None,
+    ) -> None:
+        nbytes = arguments.as_nbytes(pool_size, "pool_size")
+        self._lease = arguments.as_seconds(lease, "lease", positive=True)
+        self._key = wire.as_key(key)
+        self._name = arguments.as_name(name)
+        if checksum not in (None, "xxh3"):
+            raise UsageError(f"checksum is None or 'xxh3', not {checksum!r}")
+        self._checksum: Checksum | None = checksum
+        self._block_size = _as_block_size(min_block_size, nbytes)
+        self._device = arguments.as_device(device)
+        slots = min(max(nbytes // self._block_size, _SLOTS[0]), _SLOTS[1])
+        what = "a Producer" if name is None else f"Producer {name!r}"
+        self._room = Room(nbytes, self._block_size, owner=what, max_loans=slots)
+        with torch.inference_mode(False):  # else the pool could not be written outside of it
+            pool = registry.export_pool(
+                backend,
+                nbytes,
+                device=self._device,
+                access=arguments.as_choice(access, ACCESSES, "access"),
+                options=arguments.as_options(backend_options),
+                slots=slots,
+            )
+        self._lifetime = Lifetime(what)
+        self._publications = Publications(pool, self._room, self._lifetime, self._lease)
+        self._pool = pool.pool
+        self._peer = pool.peer
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._closer = Closer(self, self._lifetime, self._publications.close)
+
+    def __repr__(self) -> str:
+        state = " closed" if self._lifetime.closed else ""
+        name = "" if self._name is None else f" {self._name!r}"
+        return f"<Producer{name}{state} {self._pool.numel()} bytes on {self._device}>"
+
+    def __enter__(self) -> Producer:
+        self._lifetime.check()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def publish(
+        self,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        consumers: int = 1,
+        lease: float | None = None,
+        stream: torch.cuda.Stream | None = None,
+        timeout: float = 0,
+    ) -> bytes:
+        """Copy tensors into a slot and return the manifest with which they can be pulled.
+
+        What is published is what earlier work on the current CUDA stream (or on ``stream``)
+        leaves in the tensors; this call waits for it.  Afterwards they may be changed.
+
+        Args:
+            request_id: Names the publication; at most 4096 bytes.
+            tensors: Mapping from names to a tensor, ``None``, or lists, tuples and dicts of
+                them.  NumPy arrays and objects with ``__dlpack__`` count as tensors.
+            metadata: Plain values that travel in the manifest.
+            consumers: How many consumers must release it.
+            lease: Seconds for which it is kept; None takes the producer's.
+            stream: CUDA stream for the copies, instead of the current one.
+            timeout: Seconds to wait for room, first come first served; 0 does not wait.
+
+        Returns:
+            The manifest, to be sent over any channel.  It can be pulled from anywhere the
+            producer can be reached from.
+
+        Raises:
+            UsageError: An object cannot be sent (the message names its path), an argument is
+                out of range, or ``request_id`` is published already.
+            PayloadTooLargeError: The tensors would not fit into the empty pool.
+            PoolExhaustedError: There is no room now, and ``timeout`` is 0.
+            PoolTimeoutError: There was no room within ``timeout`` seconds.
+            ClosedError: The producer was closed before or meanwhile.
+            ForkedProcessError: The producer belongs to the parent process.
+
+        After any error nothing is published and no room is held.
+        """
+        with self._lifetime.use():
+            try:
+                return self._publish(request_id, tensors, metadata, consumers, lease, stream, timeout)
+            except BaseException:
+                with self._counting:
+                    self._counts["failed_publishes"] += 1
+                raise
+
+    def revoke(self, request_id: str) -> bool:
+        """Take a publication back.
+
+        A pull that is running ends with :class:`LeaseExpiredError` or brings the whole data; its
+        slot is used again only when nobody reads it any more.
+
+        Args:
+            request_id: Its name.
+
+        Returns:
+            Whether there was a publication of this name to end.
+
+        Raises:
+            ClosedError: The producer is closed.
+            ForkedProcessError: The producer belongs to the parent process.
+        """
+        with self._lifetime.use():
+            return self._publications.revoke(request_id)
+
+    def wait_released(self, request_id: str, timeout: float) -> bool:
+        """Wait until a publication has ended, for whatever reason, and its slot is free.
+
+        Args:
+            request_id: Its name.  Ended publications are forgotten, so the answer for a name
+                that was never published is True.
+            timeout: Seconds to wait.
+
+        Returns:
+            True once no slot is held under this name, False if the time was up first.
+
+        Raises:
+            UsageError: ``timeout`` is not a number of seconds.
+            ClosedError: The producer was closed before or meanwhile.
+            ForkedProcessError: The producer belongs to the parent process.
+        """
+        with self._lifetime.use():
+            return self._publications.wait_released(request_id, arguments.as_seconds(timeout, "timeout"))
+
+    def statistics(self) -> ProducerStatistics:
+        """Return all figures as of now; also after :meth:`close`.
+
+        Raises:
+            ForkedProcessError: The producer belongs to the parent process.
+        """
+        self._lifetime.check_process()
+        counts = self._publications.count()
+        with self._counting:
+            counts.update(self._counts)
+            seconds = self._seconds
+        return ProducerStatistics(
+            pool_nbytes=self._pool.numel(),
+            allocated_nbytes=self._room.allocated_nbytes,
+            requested_nbytes=self._room.requested_nbytes,
+            waiters=self._room.waiters,
+            publish_seconds=seconds,
+            **{name: counts[name] for name in _COUNTED},
+        )
+
+    def close(self, timeout: float = 5) -> None:
+        """End every publication and free the pool; calls that wait get :class:`ClosedError`.
+
+        May be called again, and from several threads.  In a forked child it does nothing.
+
+        Args:
+            timeout: Seconds to wait for reads and calls that are running; what is still
+                running then is cut off.
+
+        Raises:
+            UsageError: ``timeout`` is not a number of seconds.
+        """
+        seconds = arguments.as_seconds(timeout, "timeout")
+        if self._lifetime.forked:
+            return
+        self._publications.close(seconds)
+        self._closer.done()
+
+    def _publish(
+        self,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None,
+        consumers: int,
+        lease: float | None,
+        stream: torch.cuda.Stream | None,
+        timeout: float,
+    ) -> bytes:
+        started = time.perf_counter()
+        _check_request(request_id, consumers)
+        seconds = self._lease if lease is None else arguments.as_seconds(lease, "lease", positive=True)
+        wait = arguments.as_seconds(timeout, "timeout") or None
+        plain = plain_metadata({} if metadata is None else dict(metadata))
+        payload = _lay_out(tensors)
+        self._publications.claim(request_id)
+        try:
+            waiting = time.perf_counter()
+            loan = self._room.take(payload.nbytes, f"request {request_id!r}", wait)
+            waited = time.perf_counter() - waiting
+            try:
+                specs = self._write(loan, payload, stream)
+                publication = self._publications.admit(request_id, loan, lease=seconds, consumers=consumers)
+            except BaseException:
+                self._room.give_back(loan)
+                raise
+        except BaseException:
+            self._publications.abandon(request_id)
+            raise
+        try:
+            manifest = Manifest(
+                request_id=request_id,
+                tensors=tuple(specs),
+                structure=payload.structure,
+                peer=self._peer,
+                ticket=publication.ticket,
+                lease=seconds,
+                expires=time.time() + seconds,
+                metadata=plain,
+                consumers=consumers,
+                checksum=self._checksum,
+                producer=self._name,
+            )
+            data = encode_manifest(manifest, self._key)
+        except BaseException:
+            self._publications.undo(publication)
+            raise
+        with self._counting:
+            self._counts["publications"] += 1
+            self._counts["bytes_published"] += manifest.nbytes
+            self._seconds += time.perf_counter() - started - waited
+        return data
+
+    def _write(self, loan: Loan, payload: _Payload, stream: torch.cuda.Stream | None) -> list[TensorSpec]:
+        """Copy the tensors into the slot, wait until they are there, and describe them."""
+        slot = self._pool[loan.offset : loan.offset + loan.nbytes]
+        tensors = [leaf.tensor for leaf in payload.leaves]
+        devices = {self._device, *(tensor.device for tensor in tensors)}
+        with torch.no_grad(), completed_copies(devices, stream):
+            packing.pack(slot, tensors, payload.offsets)
+        sizes = [tensor.nbytes for tensor in tensors]
+        sums: list[int | None] = [None] * len(tensors)
+        if self._checksum:
+            sums[:] = packing.checksums(slot, payload.offsets, sizes)
+        return [
+            TensorSpec(path, dtype_to_str(tensor.dtype), tuple(tensor.shape), offset, nbytes, checksum)
+            for (path, tensor), offset, nbytes, checksum in zip(
+                payload.leaves, payload.offsets, sizes, sums, strict=True
+            )
+        ]
+
+
+_COUNTED = (
+    "live",
+    "draining",
+    "publications",
+    "bytes_published",
+    "failed_publishes",
+    "released",
+    "expired",
+    "revoked",
+    "rejected",
+    "ignored_notices",
+)
+
+
+def _lay_out(tensors: Mapping[str, Any]) -> _Payload:
+    structure, leaves = flatten(tensors)
+    offsets, nbytes = layout.lay_out(leaf.tensor.nbytes for leaf in leaves)
+    return _Payload(structure, leaves, offsets, nbytes)
+
+
+def _check_request(request_id: str, consumers: int) -> None:
+    if not isinstance(request_id, str):
+        raise UsageError(f"request_id is a str, not {type(request_id).__name__}")
+    if len(request_id) > MAX_NAME_NBYTES:
+        raise UsageError(f"request_id has {len(request_id)} characters, the limit is {MAX_NAME_NBYTES} bytes")
+    if isinstance(consumers, bool) or not isinstance(consumers, int) or not 1 <= consumers <= MAX_CONSUMERS:
+        raise UsageError(f"consumers is an integer in 1..{MAX_CONSUMERS}, not {consumers!r}")
+
+
+def _as_block_size(min_block_size: int, pool_nbytes: int) -> int:
+    if isinstance(min_block_size, bool) or not isinstance(min_block_size, int):
+        raise UsageError(f"min_block_size is a number of bytes, not {type(min_block_size).__name__}")
+    if min_block_size < layout.ALIGNMENT or min_block_size & (min_block_size - 1):
+        raise UsageError(
+            f"min_block_size is a power of two of at least {layout.ALIGNMENT} bytes, not {min_block_size}"
+        )
+    if min_block_size > pool_nbytes:
+        raise UsageError(f"pool_size {pool_nbytes} is smaller than one block of {min_block_size} bytes")
+    return min_block_size

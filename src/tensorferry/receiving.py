@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tensors come from a producer: connection, landing, verification, release."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+
+from tensorferry import layout
+from tensorferry.arguments import Deadline
+from tensorferry.backends.base import Access, Connection, Read, Reader, Span
+from tensorferry.errors import (
+    ClosedError,
+    IntegrityError,
+    PeerLostError,
+    TensorferryError,
+    TransferError,
+)
+from tensorferry.landing import Landing
+from tensorferry.orders import Order, Piece
+from tensorferry.ownership import Lifetime
+from tensorferry.room import Loan
+from tensorferry.streams import completed_copies, finish_queued_work
+
+_RECONNECT_SECONDS = 5.0
+
+_T = TypeVar("_T")
+
+
+class Arrival(NamedTuple):
+    """Verified bytes, and what has to be given back for them."""
+
+    connection: Connection
+    pieces: list[Piece]
+    loan: Loan | None
+
+
+class Receiver:
+    """Brings tensors over the connections of a backend; all of a consumer that must be closed.
+
+    Any method may be called from any thread.
+
+    Args:
+        reader: The backend's; closed with this object.
+        access: Which way to read.
+        lifetime: The consumer's.
+    """
+
+    def __init__(self, reader: Reader, access: Access | Literal["auto"], lifetime: Lifetime) -> None:
+        self.landing = Landing(reader.pool, lifetime.what)
+        self.device = reader.pool.device
+        self._reader = reader
+        self._access = access
+        self._lifetime = lifetime
+        self._consumer = secrets.token_bytes(16)
+        self._lock = threading.Lock()
+        self._known: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._reads: set[Read] = set()
+        self._counts: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {"wire": 0.0, "landing": 0.0}
+
+    def pull(
+        self,
+        order: Order,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        deadline: Deadline,
+        *,
+        release: bool,
+    ) -> list[torch.Tensor]:
+        """Return the wanted tensors in fresh memory, all of them complete.
+
+        Raises:
+            TensorferryError: As :meth:`tensorferry.Consumer.pull` says.
+        """
+
+        def copied(pieces: list[Piece]) -> list[torch.Tensor]:
+            with torch.no_grad(), completed_copies({device, self.device}, stream):
+                return order.copies(pieces, device)
+
+        def attempt(connection: Connection) -> list[torch.Tensor]:
+            if connection.access == "mapped":
+                with self._timed("wire"):
+                    pieces = self._mapped(connection, order)
+                    results = copied(pieces)
+                    self._verify(connection, order, pieces, deadline)
+                if release:
+                    self._release(connection, order)
+                return results
+            arrival = self._land(connection, order, deadline)
+            try:
+                if release:
+                    self._release(connection, order)
+                with self._timed("landing"):
+                    return copied(arrival.pieces)
+            finally:
+                self._give_back(arrival)
+
+        with self._counted(order):
+            return self._over_connection(order, deadline, attempt)
+
+    @contextmanager
+    def borrow(
+        self, order: Order, device: torch.device | None, deadline: Deadline, *, release: bool
+    ) -> Iterator[list[torch.Tensor]]:
+        """Lend the wanted tensors as views for the time of the block.
+
+        Raises:
+            TensorferryError: As :meth:`tensorferry.Consumer.borrow` says.
+        """
+
+        def attempt(connection: Connection) -> Arrival:
+            if connection.access != "mapped" or device not in (None, torch.device("cpu")):
+                return self._land(connection, order, deadline)
+            pieces = self._mapped(connection, order)
+            self._verify(connection, order, pieces, deadline)
+            return Arrival(connection, pieces, None)
+
+        with self._lifetime.use(), self._counted(order):
+            arrival = self._over_connection(order, deadline, attempt)
+        place = torch.device("cpu") if arrival.loan is None else self.device
+        try:
+            with torch.no_grad():
+                views = order.views(arrival.pieces, place)
+            yield views
+            with self._lifetime.use(), self._explained(order):
+                if arrival.loan is None:
+                    arrival.connection.verify(order.manifest.ticket, timeout=deadline.timeout)
+                if release:
+                    self._release(arrival.connection, order)
+        finally:
+            finish_queued_work(self.device)  # of the block, which may still read the views
+            self._give_back(arrival)
+
+    def notify(self, kind: Literal["release", "reject"], order: Order, deadline: Deadline) -> None:
+        """Give a slot back; a producer that cannot be reached has nothing to give back to."""
+        try:
+            connection, _ = self._connect(order, deadline.remaining())
+        except TransferError:
+            return
+        connection.notify(kind, order.manifest.ticket, self._consumer)
+
+    def figures(self) -> tuple[Counter[str], dict[str, float]]:
+        """Return copies of the counters, and of the seconds."""
+        with self._lock:
+            return self._counts.copy(), self._seconds.copy()
+
+    def close(self, timeout: float) -> None:
+        """Cancel running reads, wake everyone who waits, and close the reader."""
+        deadline = Deadline(timeout)
+        self._lifetime.close()
+        self.landing.close()
+        with self._lock:
+            running = list(self._reads)
+        for read in running:
+            read.cancel()
+        self._lifetime.wait_until_unused(deadline.remaining())
+        self._reader.close(deadline.remaining())
+
+    def _over_connection(self, order: Order, deadline: Deadline, attempt: Callable[[Connection], _T]) -> _T:
+        """Run an attempt, once more with a new connection if one from the cache was stale."""
+        connection, cached = self._connect(order, deadline.remaining())
+        try:
+            result = attempt(connection)
+        except PeerLostError as lost:
+            if not cached or deadline.remaining() == 0.0:
+                raise
+            fresh = self._reconnect(order, connection, min(_RECONNECT_SECONDS, deadline.remaining()))
+            if fresh is None:
+                raise
+            try:
+                connection, result = fresh, attempt(fresh)
+            except PeerLostError as again:
+                raise again from lost
+        with self._lock:
+            self._counts["pulls"] += 1
+            self._counts["bytes_pulled"] += order.nbytes
+            self._counts[connection.access] += 1
+        return result
+
+    def _connect(self, order: Order, timeout: float) -> tuple[Connection, bool]:
+        """Return a connection, and whether it was used before."""
+        connection = self._reader.connect(order.manifest.peer, self._access, timeout=timeout)
+        with self._lock:
+            cached = connection in self._known
+            self._known.add(connection)
+        return connection, cached
+
+    def _reconnect(self, order: Order, stale: Connection, timeout: float) -> Connection | None:
+        try:
+            fresh, _ = self._connect(order, timeout)
+        except TransferError:
+            return None  # the peer is lost indeed, and the first error says so
+        if fresh is stale:
+            return None
+        with self._lock:
+            self._counts["reconnects"] += 1
+        return fresh
+
+    def _mapped(self, connection: Connection, order: Order) -> list[Piece]:
+        slot = connection.view(order.manifest.ticket)
+        return [Piece(region, slot[region.start : region.start + region.nbytes]) for region in order.regions]
+
+    def _land(self, connection: Connection, order: Order, deadline: Deadline) -> Arrival:
+        """Bring the wanted bytes into landing memory; no loan where there are none."""
+        offsets, nbytes = layout.landing_offsets(order.regions)
+        if not nbytes:
+            self._verify(connection, order, [], deadline)
+            return Arrival(connection, [], None)
+        loan = self.landing.take(nbytes, str(order), deadline)
+        read: Read | None = None
+        try:
+            memory = self.landing.memory(loan)
+            pieces = [
+                Piece(region, memory[offset : offset + region.nbytes])
+                for region, offset in zip(order.regions, offsets, strict=True)
+            ]
+            with self._timed("wire"):
+                if connection.access == "mapped":
+                    self._copy_into(connection, order, pieces)
+                else:
+                    spans = [
+                        Span(region.start, loan.offset + offset, region.nbytes)
+                        for region, offset in zip(order.regions, offsets, strict=True)
+                    ]
+                    read = connection.read(order.manifest.ticket, spans)
+                    self._wait(read, deadline)
+                self._verify(connection, order, pieces, deadline)
+        except BaseException:
+            if read is None:
+                self.landing.give_back(loan)
+            else:
+                self.landing.give_up(loan, read)
+            raise
+        return Arrival(connection, pieces, loan)
+
+    def _copy_into(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
+        with torch.no_grad(), completed_copies({self.device}, None):
+            for piece, source in zip(pieces, self._mapped(connection, order), strict=True):
+                piece.memory.copy_(source.memory)
+
+    def _wait(self, read: Read, deadline: Deadline) -> None:
+        with self._lock:
+            self._reads.add(read)
+        try:
+            if self._lifetime.closed:  # close() may have looked before the read was added
+                read.cancel()
+            read.wait(deadline.remaining())
+        finally:
+            with self._lock:
+                self._reads.discard(read)
+
+    def _verify(self, connection: Connection, order: Order, pieces: list[Piece], deadline: Deadline) -> None:
+        """Make sure that the bytes are those of this publication, before anyone sees them."""
+        mismatch: IntegrityError | None = None
+        try:
+            order.check(pieces)
+        except IntegrityError as error:
+            mismatch = error
+        # First the producer's word: bytes of another publication are no corruption.
+        connection.verify(order.manifest.ticket, timeout=deadline.remaining())
+        if mismatch is not None:
+            with self._lock:
+                self._counts["integrity_failures"] += 1
+            raise mismatch
+
+    def _release(self, connection: Connection, order: Order) -> None:
+        connection.notify("release", order.manifest.ticket, self._consumer)
+
+    def _give_back(self, arrival: Arrival) -> None:
+        if arrival.loan is not None:
+            self.landing.give_back(arrival.loan)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        with self._lock:
+            self._seconds[what] += time.perf_counter() - started
+
+    @contextmanager
+    def _counted(self, order: Order) -> Iterator[None]:
+        try:
+            with self._explained(order):
+                yield
+        except BaseException:
+            with self._lock:
+                self._counts["failed_pulls"] += 1
+            raise
+
+    @contextmanager
+    def _explained(self, order: Order) -> Iterator[None]:
+        """Say in errors of the backend which request they are about."""
+        try:
+            yield
+        except ClosedError:
+            raise
+        except TensorferryError as error:
+            if self._lifetime.closed:
+                raise ClosedError(f"{self._lifetime.what} was closed during {order}") from error
+            text = str(error)
+            if repr(order.manifest.request_id) not in text:
+                error.args = (f"{order}: {text}", *error.args[1:])
+            raise
