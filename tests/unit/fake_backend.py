@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backend inside one process, for states that the real one cannot be brought into at will.
+
+It is a module as ``tensorferry.backends.registry`` expects one.  ``POOLS`` and ``READERS``
+hold what was made, the newest last; their attributes script what happens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from tensorferry.backends.base import (
+    Access,
+    AccessOffer,
+    Connection,
+    ExportedPool,
+    Notice,
+    PeerOffer,
+    Read,
+    Reader,
+    SlotTicket,
+    Span,
+)
+from tensorferry.errors import (
+    ClosedError,
+    ConnectError,
+    LeaseExpiredError,
+    PeerLostError,
+    PoolExhaustedError,
+    TransferCancelledError,
+    TransferTimeoutError,
+)
+
+POOLS: list[FakePool] = []
+READERS: list[FakeReader] = []
+
+
+def export_pool(
+    nbytes: int, *, device: torch.device, access: str, options: Mapping[str, str], slots: int
+) -> FakePool:
+    POOLS.append(FakePool(nbytes, access, slots))
+    return POOLS[-1]
+
+
+def open_reader(nbytes: int, *, device: torch.device, access: str, options: Mapping[str, str]) -> FakeReader:
+    READERS.append(FakeReader(nbytes))
+    return READERS[-1]
+
+
+class FakePool(ExportedPool):
+    """``drains`` makes withdrawals wait for :meth:`drain`; ``refuse`` is raised by ``admit``."""
+
+    def __init__(self, nbytes: int, access: str, slots: int) -> None:
+        self._pool = torch.zeros(nbytes, dtype=torch.uint8)
+        self.access = access
+        self.slots = slots
+        self.uid = secrets.token_bytes(16)
+        self.live: dict[int, SlotTicket] = {}
+        self.drains = False
+        self.refuse: Exception | None = None
+        self.closed = False
+        self.calls_of_notices = 0
+        self._changed = threading.Condition()
+        self._queue: list[Notice] = []
+        self._woken = False
+        self._next = 1
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._pool
+
+    @property
+    def peer(self) -> PeerOffer:
+        modes: list[Access] = ["mapped", "served"] if self.access == "auto" else [self.access]  # type: ignore[list-item]
+        return PeerOffer(self.uid, "fake", b"here", tuple(AccessOffer(mode, b"", b"") for mode in modes))
+
+    def admit(self, offset: int, nbytes: int, *, lease: float) -> SlotTicket:
+        if self.refuse is not None:
+            raise self.refuse
+        if self.closed:
+            raise ClosedError("the fake pool is closed")
+        if len(self.live) >= self.slots:
+            raise PoolExhaustedError("no slot")
+        ticket = SlotTicket(len(self.live), self._next, secrets.token_bytes(16), offset, nbytes)
+        self._next += 1
+        self.live[ticket.generation] = ticket
+        return ticket
+
+    def withdraw(self, ticket: SlotTicket) -> bool:
+        return self.live.pop(ticket.generation, None) is None or not self.drains
+
+    def notices(self, timeout: float) -> list[Notice]:
+        with self._changed:
+            self.calls_of_notices += 1
+            self._changed.wait_for(lambda: self._queue or self._woken or self.closed, timeout)
+            taken, self._queue, self._woken = self._queue, [], False
+            return taken
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> None:
+        self.closed = True
+        self.live.clear()
+        self.wake()
+
+    def tell(self, kind: str, ticket: SlotTicket, consumer: bytes = b"c" * 16) -> None:
+        """Deliver a notice."""
+        with self._changed:
+            self._queue.append(Notice(kind, ticket.index, ticket.generation, consumer))  # type: ignore[arg-type]
+            self._changed.notify_all()
+
+    def drain(self, ticket: SlotTicket) -> None:
+        """Say that nobody reads a withdrawn slot any more."""
+        self.tell("drained", ticket, b"")
+
+    def slot(self, ticket: SlotTicket) -> torch.Tensor:
+        return self._pool[ticket.offset : ticket.offset + ticket.nbytes]
+
+
+class FakeRead(Read):
+    """Ends at once, unless ``failure`` is set; then it settles when told to."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        self._failure = failure
+        self.cancelled = threading.Event()
+        self.is_settled = failure is None
+
+    def wait(self, timeout: float) -> None:
+        if isinstance(self._failure, TransferTimeoutError):
+            if self.cancelled.wait(timeout):
+                raise TransferCancelledError("cancelled")
+            raise TransferTimeoutError(f"nothing came within {timeout:.3f} seconds")
+        if self._failure is not None:
+            raise self._failure
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    @property
+    def settled(self) -> bool:
+        return self.is_settled
+
+
+class FakeConnection(Connection):
+    def __init__(self, reader: FakeReader, pool: FakePool, access: Access) -> None:
+        self.reader = reader
+        self.peer = pool
+        self._access: Access = access
+        self.is_broken = False
+        self.breaks = False  # when it is used next, as a connection that broke while idle
+
+    @property
+    def access(self) -> Access:
+        return self._access
+
+    @property
+    def broken(self) -> bool:
+        return self.is_broken
+
+    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
+        self._check(ticket)
+        self.reader.posted.append(list(spans))
+        failure = self.reader.read_failures.pop(0) if self.reader.read_failures else None
+        read = FakeRead(failure)
+        self.reader.reads.append(read)
+        self.reader.on_read(read)
+        if failure is None:
+            source = self.peer.slot(ticket)
+            for span in spans:
+                landed = self.reader.pool[span.destination : span.destination + span.nbytes]
+                landed.copy_(source[span.source : span.source + span.nbytes])
+        return read
+
+    def view(self, ticket: SlotTicket) -> torch.Tensor:
+        self._check(ticket)
+        return self.peer.slot(ticket)
+
+    def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
+        self.reader.before_verify(self.peer, ticket)
+        self._check(ticket)
+
+    def notify(self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes) -> None:
+        self.peer.tell(kind, ticket, consumer)
+
+    def _check(self, ticket: SlotTicket) -> None:
+        if self.breaks or self.is_broken or self.peer.closed:
+            self.is_broken = True
+            raise PeerLostError("the fake peer is lost", scope="peer")
+        if ticket.generation not in self.peer.live:
+            raise LeaseExpiredError("not this generation")
+
+
+class FakeReader(Reader):
+    """``read_failures`` are met by the next reads; ``connect_seconds`` delays connecting."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._pool = torch.zeros(nbytes, dtype=torch.uint8)
+        self.connections: dict[tuple[bytes, str], FakeConnection] = {}
+        self.connected = 0
+        self.posted: list[list[Span]] = []
+        self.reads: list[FakeRead] = []
+        self.read_failures: list[Exception | None] = []
+        self.connect_seconds = 0.0
+        self.unreachable = False
+        self.closed = False
+        self.before_verify: Callable[[FakePool, SlotTicket], Any] = lambda pool, ticket: None
+        self.on_read: Callable[[FakeRead], Any] = lambda read: None
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._pool
+
+    def connect(self, peer: PeerOffer, access: Access | Literal["auto"], *, timeout: float) -> Connection:
+        mode: Access = peer.offers[0].access if access == "auto" else access
+        cached = self.connections.get((peer.uid, mode))
+        if cached is not None and not cached.is_broken:
+            return cached
+        time.sleep(min(timeout, self.connect_seconds))
+        found = [pool for pool in POOLS if pool.uid == peer.uid and not pool.closed]
+        if not found or self.unreachable:
+            raise ConnectError("nobody there", scope="peer")
+        self.connected += 1
+        self.last = connection = FakeConnection(self, found[0], mode)
+        self.connections[peer.uid, mode] = connection
+        return connection
+
+    def close(self, timeout: float) -> None:
+        self.closed = True
