@@ -3,6 +3,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -21,6 +22,25 @@ namespace {
 // After the last activity the thread looks again for this long before it sleeps.  Several wake-ups
 // through the kernel fit into it, so a peer's answer to a small read comes before the sleep.
 constexpr std::chrono::microseconds kSpin{200};
+
+// Where there are few CPUs, the threads of two processes on one host often end up on the same one and
+// take turns instead of working side by side: on two CPUs a read of 16 MiB over tcp took 3 ms or 9,
+// by chance, and 3.5 always with this.  So serving threads keep to every other CPU there, and reading
+// threads to the rest.
+void keep_to_half_of_few_cpus(unsigned parity) {
+  constexpr int kFew = 8;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  const int count = CPU_COUNT(&allowed);
+  if (count < 2 || count > kFew) return;
+  cpu_set_t half;
+  CPU_ZERO(&half);
+  unsigned position = 0;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed) && position++ % 2 == parity) CPU_SET(cpu, &half);
+  }
+  sched_setaffinity(0, sizeof half, &half);
+}
 
 }  // namespace
 
@@ -126,12 +146,18 @@ void Worker::call(const Command& command) {
 std::shared_ptr<Endpoint> Worker::connect(const Bytes& address) {
   auto connection = std::make_shared<Connection>();
   connection->worker = this;
-  call([&] { open_connection(connection, address); });
+  call([&] {
+    if (!apart_) keep_to_half_of_few_cpus(1);
+    apart_ = true;
+    open_connection(connection, address);
+  });
   return std::make_shared<Endpoint>(shared_from_this(), std::move(connection));
 }
 
 void Worker::serve(std::shared_ptr<SlotTable> table, std::shared_ptr<MemoryRegion> pool) {
   call([&] {
+    keep_to_half_of_few_cpus(0);
+    apart_ = true;
     table_ = std::move(table);
     pool_ = std::move(pool);
   });

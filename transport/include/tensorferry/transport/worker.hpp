@@ -132,6 +132,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   // Progress thread only.
   bool stopping_ = false;
+  bool apart_ = false;  // keeps to its half of the CPUs, where there are few
   Clock::time_point stop_deadline_{};
   Clock::time_point last_active_{};
   std::unordered_map<Connection*, std::shared_ptr<Connection>> connections_;
