@@ -129,8 +129,9 @@ class FakePool(ExportedPool):
 class FakeRead(Read):
     """Ends at once, unless ``failure`` is set; then it settles when told to."""
 
-    def __init__(self, failure: Exception | None) -> None:
+    def __init__(self, failure: Exception | None, verify: Callable[[], None]) -> None:
         self._failure = failure
+        self._verify = verify
         self.cancelled = threading.Event()
         self.is_settled = failure is None
 
@@ -141,6 +142,7 @@ class FakeRead(Read):
             raise TransferTimeoutError(f"nothing came within {timeout:.3f} seconds")
         if self._failure is not None:
             raise self._failure
+        self._verify()
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -170,7 +172,7 @@ class FakeConnection(Connection):
         self._check(ticket)
         self.reader.posted.append(list(spans))
         failure = self.reader.read_failures.pop(0) if self.reader.read_failures else None
-        read = FakeRead(failure)
+        read = FakeRead(failure, lambda: self.verify(ticket, timeout=0.0))
         self.reader.reads.append(read)
         self.reader.on_read(read)
         if failure is None:
