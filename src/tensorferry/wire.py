@@ -11,7 +11,7 @@ import hashlib
 import hmac
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 from tensorferry.errors import AuthenticationError, ManifestError, UsageError, VersionError
 

@@ -40,6 +40,7 @@ RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "all")
 
 # ucs_status_t, from UCX's ucs/type/status.h.
 _UCS_NO_MEMORY = -4
+_UCS_INVALID_PARAM = -5
 _UCS_TIMED_OUT = -20
 # Unreachable, invalid address, connects failed, no device, rejected.
 _UCS_CANNOT_CONNECT = (-6, -7, -13, -14, -23)
@@ -125,20 +126,26 @@ def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bo
         rdma: Whether peers may read by remote key.
 
     Raises:
-        TransferError: UCX does not take the settings.
-        BackendUnavailableError: No UCX library can be used.
+        UsageError: UCX does not take the value of a setting.
+        BackendUnavailableError: No UCX library can be used, or none of its transports.
     """
     # Served reads keep to tcp: over RDMA devices UCX's rendezvous would hand out keys to the whole pool.
     transports = "ib" if rdma and offers_rdma(options) else "tcp"
     if device.type == "cuda":
         transports += ",cuda"
-    with native_errors("creating a UCX context"):
+    library = load_library()
+    try:
         return _transport.Context.create(
-            load_library(),
-            defaults={**DEFAULTS, "TLS": transports},
-            options=dict(options),
-            remote_memory=rdma,
+            library, defaults={**DEFAULTS, "TLS": transports}, options=dict(options), remote_memory=rdma
         )
+    except _transport.TransportError as error:
+        if error.status == _UCS_INVALID_PARAM:
+            raise UsageError(f"{error}: see backend_options and UCX_* in the environment") from error
+        allowed = options.get("TLS", os.environ.get("UCX_TLS", transports))
+        raise BackendUnavailableError(
+            f"UCX {library.version} cannot be used with TLS={allowed}: {error} (status {error.status}); "
+            "see backend_options and UCX_* in the environment"
+        ) from error
 
 
 class PoolMemory:
