@@ -34,9 +34,13 @@ std::chrono::nanoseconds duration(double seconds) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(bounded);
 }
 
-nb::bytes to_python(const tf::Bytes& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+nb::bytes to_python(const tf::Bytes& bytes) {
+  return nb::bytes(bytes.data(), bytes.size());
+}
 
-nb::bytes to_python(const tf::Identifier& identifier) { return nb::bytes(identifier.data(), identifier.size()); }
+nb::bytes to_python(const tf::Identifier& identifier) {
+  return nb::bytes(identifier.data(), identifier.size());
+}
 
 tf::Bytes bytes_of(const nb::bytes& bytes) {
   const auto* first = static_cast<const std::uint8_t*>(bytes.data());
@@ -185,7 +189,8 @@ NB_MODULE(_transport, m) {
             }
             nb::list list;
             for (const tf::Notification& one : taken) {
-              list.append(nb::make_tuple(static_cast<int>(one.kind), one.index, one.generation, to_python(one.consumer)));
+              list.append(
+                  nb::make_tuple(static_cast<int>(one.kind), one.index, one.generation, to_python(one.consumer)));
             }
             return list;
           },
@@ -205,7 +210,8 @@ NB_MODULE(_transport, m) {
 
   nb::class_<tf::Endpoint>(m, "Endpoint", "The way to one peer's worker.")
       .def_prop_ro("failure", &tf::Endpoint::failure)
-      .def("hello", [](tf::Endpoint& self, const nb::bytes& uid) { return self.hello(identifier_of(uid)); }, "uid"_a)
+      .def(
+          "hello", [](tf::Endpoint& self, const nb::bytes& uid) { return self.hello(identifier_of(uid)); }, "uid"_a)
       .def(
           "read_served",
           [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
@@ -249,8 +255,9 @@ NB_MODULE(_transport, m) {
                         identifier_of(consumer));
           },
           "index"_a, "generation"_a, "token"_a, "consumer"_a)
-      .def("close", [](tf::Endpoint& self, double timeout) { self.close(duration(timeout)); }, "timeout"_a,
-           ReleaseGil());
+      .def(
+          "close", [](tf::Endpoint& self, double timeout) { self.close(duration(timeout)); }, "timeout"_a,
+          ReleaseGil());
 
   nb::class_<tf::Worker>(m, "Worker", "A UCP worker and the one thread that touches it.")
       .def_static("create", &tf::Worker::create, "context"_a, ReleaseGil())
@@ -264,8 +271,7 @@ NB_MODULE(_transport, m) {
           },
           "address"_a)
       .def("serve", &tf::Worker::serve, "table"_a, "pool"_a, ReleaseGil())
-      .def("close", [](tf::Worker& self, double timeout) { self.close(duration(timeout)); }, "timeout"_a,
-           ReleaseGil());
+      .def("close", [](tf::Worker& self, double timeout) { self.close(duration(timeout)); }, "timeout"_a, ReleaseGil());
 
   nb::class_<tf::PeerPool>(m, "PeerPool", "Another process's pool, mapped read-only.")
       .def_static(

@@ -21,7 +21,9 @@ Endpoint::~Endpoint() {
   worker_->post([worker = worker_.get(), connection = connection_] { worker->close_connection(*connection, false); });
 }
 
-int Endpoint::failure() const noexcept { return connection_->failure.load(std::memory_order_acquire); }
+int Endpoint::failure() const noexcept {
+  return connection_->failure.load(std::memory_order_acquire);
+}
 
 std::shared_ptr<Read> Endpoint::hello(const Identifier& uid) {
   auto read = std::make_shared<Read>(worker_, nullptr);
@@ -135,8 +137,8 @@ void Endpoint::close(std::chrono::nanoseconds timeout) {
 
 void Worker::open_connection(const std::shared_ptr<Connection>& connection, const Bytes& address) {
   ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.field_mask =
+      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.address = reinterpret_cast<const ucp_address_t*>(address.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = on_failure;

@@ -80,9 +80,9 @@ std::shared_ptr<const Library> Library::load(const std::string& path) {
   auto library = std::make_shared<Library>();
   library->path_ = origin(handle);
   require_one_build(handle, library->path_);
-#define TENSORFERRY_RESOLVE(name)                                                              \
-  library->name = reinterpret_cast<decltype(&::name)>(dlsym(handle, #name));                   \
-  if (library->name == nullptr)                                                                \
+#define TENSORFERRY_RESOLVE(name)                                            \
+  library->name = reinterpret_cast<decltype(&::name)>(dlsym(handle, #name)); \
+  if (library->name == nullptr)                                              \
     throw Error(kLibraryUnusable, library->path_ + " has no " #name "; UCX 1.13 or newer is needed");
   TENSORFERRY_UCP_FUNCTIONS(TENSORFERRY_RESOLVE)
 #undef TENSORFERRY_RESOLVE
@@ -90,18 +90,28 @@ std::shared_ptr<const Library> Library::load(const std::string& path) {
   return library;
 }
 
-std::string Library::version() const { return ucp_get_version_string(); }
+std::string Library::version() const {
+  return ucp_get_version_string();
+}
 
 std::string Library::describe(int status) const {
   switch (status) {
-    case kLeaseExpired: return "the slot no longer holds this publication";
-    case kAccessRefused: return "the producer refused the read";
-    case kProtocolViolation: return "the peer's message has the wrong form";
-    case kTimedOut: return "timed out";
-    case kCancelled: return "cancelled";
-    case kClosed: return "closed";
-    case kPeerGone: return "the producer has closed or died";
-    default: return ucs_status_string(static_cast<ucs_status_t>(status));
+    case kLeaseExpired:
+      return "the slot no longer holds this publication";
+    case kAccessRefused:
+      return "the producer refused the read";
+    case kProtocolViolation:
+      return "the peer's message has the wrong form";
+    case kTimedOut:
+      return "timed out";
+    case kCancelled:
+      return "cancelled";
+    case kClosed:
+      return "closed";
+    case kPeerGone:
+      return "the producer has closed or died";
+    default:
+      return ucs_status_string(static_cast<ucs_status_t>(status));
   }
 }
 

@@ -76,7 +76,7 @@ std::shared_ptr<Memory> Memory::map_peer(int pid, int descriptor, std::size_t nb
   // O_NONBLOCK: a foreign manifest may name a FIFO, which must not block the open.
   Descriptor fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   if (fd.value() < 0) fail(kPeerGone, "opening " + path, errno);
-  struct stat info {};
+  struct stat info{};
   if (fstat(fd.value(), &info) != 0) fail(kPeerGone, "examining " + path, errno);
   const int seals = fcntl(fd.value(), F_GET_SEALS);
   if (seals < 0 || (seals & kSizeSeals) != kSizeSeals || info.st_uid != geteuid() ||

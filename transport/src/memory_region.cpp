@@ -7,8 +7,7 @@
 
 namespace tensorferry::transport {
 
-std::shared_ptr<MemoryRegion> MemoryRegion::create(std::shared_ptr<Context> context,
-                                                   std::shared_ptr<Memory> memory,
+std::shared_ptr<MemoryRegion> MemoryRegion::create(std::shared_ptr<Context> context, std::shared_ptr<Memory> memory,
                                                    ucs_memory_type_t memory_type) {
   ucp_mem_map_params_t params{};
   params.field_mask =
@@ -17,10 +16,8 @@ std::shared_ptr<MemoryRegion> MemoryRegion::create(std::shared_ptr<Context> cont
   params.length = memory->nbytes();
   params.memory_type = memory_type;
   ucp_mem_h handle = nullptr;
-  context->library().check(context->library().ucp_mem_map(context->handle(), &params, &handle),
-                           "registering memory");
-  return std::shared_ptr<MemoryRegion>(
-      new MemoryRegion(std::move(context), std::move(memory), memory_type, handle));
+  context->library().check(context->library().ucp_mem_map(context->handle(), &params, &handle), "registering memory");
+  return std::shared_ptr<MemoryRegion>(new MemoryRegion(std::move(context), std::move(memory), memory_type, handle));
 }
 
 MemoryRegion::MemoryRegion(std::shared_ptr<Context> context, std::shared_ptr<Memory> memory,
@@ -31,7 +28,9 @@ MemoryRegion::MemoryRegion(std::shared_ptr<Context> context, std::shared_ptr<Mem
       handle_(handle),
       owner_pid_(getpid()) {}
 
-MemoryRegion::~MemoryRegion() { close(); }
+MemoryRegion::~MemoryRegion() {
+  close();
+}
 
 Bytes MemoryRegion::pack_key() const {
   const std::lock_guard<std::mutex> guard(mutex_);

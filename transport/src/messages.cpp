@@ -35,8 +35,10 @@ int checked_status(std::int32_t status) {
     case 0:
     case kLeaseExpired:
     case kAccessRefused:
-    case kPeerGone: return status;
-    default: return kProtocolViolation;
+    case kPeerGone:
+      return status;
+    default:
+      return kProtocolViolation;
   }
 }
 
@@ -105,8 +107,8 @@ void Worker::reply(ucp_ep_h endpoint, const ReadRequest& request, int status, st
        });
 }
 
-ucs_status_t Worker::on_notify(void* argument, const void* header, std::size_t header_nbytes, void*,
-                               std::size_t nbytes, const ucp_am_recv_param_t*) {
+ucs_status_t Worker::on_notify(void* argument, const void* header, std::size_t header_nbytes, void*, std::size_t nbytes,
+                               const ucp_am_recv_param_t*) {
   auto* worker = static_cast<Worker*>(argument);
   NotifyRequest request;
   if (worker->table_ == nullptr || nbytes != 0 || !parse(header, header_nbytes, request)) return UCS_OK;

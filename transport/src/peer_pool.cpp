@@ -39,7 +39,9 @@ std::shared_ptr<PeerPool> PeerPool::open(const PoolAddress& address) {
 PeerPool::PeerPool(int process, std::shared_ptr<Memory> control, std::shared_ptr<Memory> pool)
     : process_(process), control_(std::move(control)), pool_(std::move(pool)) {}
 
-PeerPool::~PeerPool() { close(process_); }
+PeerPool::~PeerPool() {
+  close(process_);
+}
 
 int PeerPool::alive() const {
   pollfd event{process_, POLLIN, 0};

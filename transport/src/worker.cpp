@@ -85,8 +85,8 @@ Worker::~Worker() {
 void Worker::start() {
   const auto set_handler = [this](unsigned id, ucp_am_recv_callback_t callback) {
     ucp_am_handler_param_t params{};
-    params.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
-                        UCP_AM_HANDLER_PARAM_FIELD_ARG | UCP_AM_HANDLER_PARAM_FIELD_FLAGS;
+    params.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG |
+                        UCP_AM_HANDLER_PARAM_FIELD_FLAGS;
     params.id = id;
     params.cb = callback;
     params.arg = this;

@@ -40,7 +40,8 @@ struct Child {
       SlotTable table(kPool, 8, kUid, true);
       const Ticket admitted = table.admit(0, kPool, 60s);
       const PoolAddress mine{getpid(), table.control()->descriptor(), pool->descriptor(), kUid, kPool, 8};
-      if (write(from_child[1], &mine, sizeof mine) < 0 || write(from_child[1], &admitted, sizeof admitted) < 0) _exit(1);
+      if (write(from_child[1], &mine, sizeof mine) < 0 || write(from_child[1], &admitted, sizeof admitted) < 0)
+        _exit(1);
       char command = 0;
       while (read(to_child[0], &command, 1) == 1) {
         if (command == 'w') table.withdraw(admitted.index, admitted.generation);

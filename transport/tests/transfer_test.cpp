@@ -111,8 +111,8 @@ TEST_CASE("a batch reads several spans, and none at all") {
   const std::vector<Span> spans{{0, 100, 10}, {5000, 200, 300000}, {1 << 19, 400000, 1 << 19}};
   REQUIRE(outcome(consumer.endpoint->read_served(ticket, spans, consumer.region)) == 0);
   for (const Span& span : spans) {
-    CHECK(std::memcmp(consumer.memory->data() + span.destination, producer.memory->data() + span.source,
-                      span.nbytes) == 0);
+    CHECK(std::memcmp(consumer.memory->data() + span.destination, producer.memory->data() + span.source, span.nbytes) ==
+          0);
   }
   CHECK(outcome(consumer.endpoint->read_served(ticket, {}, consumer.region)) == 0);
   producer.table->withdraw(ticket.index, ticket.generation);

@@ -36,8 +36,7 @@ class Endpoint {
 
   // Reads the spans by one-sided gets, then the slot's generation word, which must match.
   std::shared_ptr<Read> read_remote(const Ticket& ticket, const std::vector<Span>& spans,
-                                    std::shared_ptr<MemoryRegion> destination,
-                                    std::shared_ptr<const RemoteKey> pool,
+                                    std::shared_ptr<MemoryRegion> destination, std::shared_ptr<const RemoteKey> pool,
                                     std::shared_ptr<const RemoteKey> control);
 
   // Unpacks a key for `nbytes` at `address` in the peer.  Blocks; throws Error.

@@ -34,9 +34,9 @@ struct Ticket {
 
 // ---- on the wire: headers of active messages, in the byte order of the hosts ----------------
 
-constexpr unsigned kReadMessage = 1;     // consumer → producer: ReadRequest, wants a reply
-constexpr unsigned kReplyMessage = 2;    // producer → consumer: ReadReply, then the data
-constexpr unsigned kNotifyMessage = 3;   // consumer → producer: NotifyRequest
+constexpr unsigned kReadMessage = 1;             // consumer → producer: ReadRequest, wants a reply
+constexpr unsigned kReplyMessage = 2;            // producer → consumer: ReadReply, then the data
+constexpr unsigned kNotifyMessage = 3;           // consumer → producer: NotifyRequest
 constexpr std::uint32_t kProtocol = 0x7f546601;  // "this is tensorferry, messages version 1"
 
 enum class ReadKind : std::uint32_t { kData = 0, kHello = 1 };
@@ -44,18 +44,18 @@ enum class ReadKind : std::uint32_t { kData = 0, kHello = 1 };
 struct ReadRequest {
   std::uint32_t protocol;
   ReadKind kind;
-  std::uint64_t request;     // random: names the request to the consumer
+  std::uint64_t request;  // random: names the request to the consumer
   std::uint64_t generation;
-  std::uint64_t source;      // first byte, counted from the start of the slot
+  std::uint64_t source;  // first byte, counted from the start of the slot
   std::uint64_t nbytes;
-  Identifier token;          // of the slot; of the producer (its uid) for kHello
+  Identifier token;  // of the slot; of the producer (its uid) for kHello
   std::uint32_t index;
-  std::uint32_t reserved;    // 0
+  std::uint32_t reserved;  // 0
 };
 
 struct ReadReply {
   std::uint64_t request;
-  std::int32_t status;       // 0 or one of Status
+  std::int32_t status;  // 0 or one of Status
   std::uint32_t protocol;
 };
 
@@ -66,7 +66,7 @@ struct NotifyRequest {
   Identifier token;
   Identifier consumer;
   std::uint32_t index;
-  std::uint32_t reserved;    // 0
+  std::uint32_t reserved;  // 0
 };
 
 static_assert(sizeof(ReadRequest) == 64 && std::is_trivially_copyable_v<ReadRequest>);

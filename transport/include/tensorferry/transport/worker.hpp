@@ -26,7 +26,7 @@ struct Connection {
   Worker* worker = nullptr;
   ucp_ep_h handle = nullptr;
   std::atomic<int> failure{0};
-  void* closing = nullptr;  // the close request while it runs
+  void* closing = nullptr;                     // the close request while it runs
   std::shared_ptr<std::promise<void>> closed;  // set once it has ended
   std::vector<std::shared_ptr<RemoteKey>> keys;
   std::unordered_set<std::shared_ptr<Read>> reads;  // not settled yet
