@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from tensorferry.cli import demo, inspect
@@ -22,7 +21,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
