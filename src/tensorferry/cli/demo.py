@@ -170,6 +170,7 @@ class _Stage:
         self.port = 0
         self.listening = threading.Event()
         self._on_event = on_event
+        self._said = ""
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         command = [sys.executable, "-m", "tensorferry.cli", "demo", name, "--events", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)  # noqa: S603
@@ -180,6 +181,9 @@ class _Stage:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
+                if not line.startswith("{"):  # UCX writes its log to stdout
+                    self._said += line
+                    continue
                 event = json.loads(line)
                 if event["event"] == "listening":
                     self.port = event["port"]
@@ -195,7 +199,7 @@ class _Stage:
 
     def failure(self) -> UsageError:
         self._log.seek(0)
-        log = self._log.read().strip()
+        log = (self._said + self._log.read()).strip()
         return UsageError(f"the {self.name} ended with status {self.process.returncode}:\n{log}")
 
     def end(self) -> None:
@@ -337,7 +341,7 @@ def _print_table(console: Any, reports: list[dict[str, Any]]) -> None:
 
     table = Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         caption="times in ms; share: of the picture's whole request, models included",
     )
     for column in ("", "hop", "access", "tensors", "bytes", "publish", "wire", "landing", "GB/s", "share"):
