@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that tests drive: each runs functions that it is told to, one after another.
+
+Importing torch takes seconds, so a process lives for many tests.  A UCX library is loaded once
+for the life of a process, so there is a pair of them for each library.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": "1"}
+
+
+class RemoteError(Exception):
+    """What a function in the other process raised, by the name of its class."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind = kind
+        self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteError, (self.kind, self.message, "")
+
+
+class Peer:
+    """A process with a ``SimpleNamespace`` in which functions keep what shall live on."""
+
+    def __init__(self, **environment: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        with _environment({**_ENVIRONMENT, **environment}):
+            self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have ``function(namespace, *args, **kwargs)`` run; its result is fetched by :meth:`result`."""
+        self._connection.send((function, args, kwargs))
+
+    def result(self, timeout: float = 60.0) -> Any:
+        """Return what the function that was started returned, or raise what it raised."""
+        assert self._connection.poll(timeout), f"process {self.pid} gave no answer in {timeout} seconds"
+        error, value = self._connection.recv()
+        if error is not None:
+            raise error
+        return value
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function there and return its result."""
+        self.start(function, *args, **kwargs)
+        return self.result()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process without giving it a chance to say goodbye."""
+        self._process.kill()
+        self._process.join(10)
+
+
+@contextmanager
+def peer(**environment: str) -> Iterator[Peer]:
+    """Run a process for the time of a block."""
+    one = Peer(**environment)
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    namespace = SimpleNamespace()
+    while (order := connection.recv()) is not None:
+        function, args, kwargs = order
+        try:
+            answer = None, function(namespace, *args, **kwargs)
+        except BaseException as error:
+            answer = RemoteError(type(error).__name__, str(error), traceback.format_exc()), None
+        connection.send(answer)
+
+
+# Functions for peers.  Producers and consumers are kept by name.
+
+
+def open_producer(namespace: SimpleNamespace, pool_size: int | str, **options: Any) -> None:
+    from tensorferry import Producer
+
+    close(namespace, "producer")
+    namespace.producer = Producer(pool_size, **{"backend_options": LOOPBACK, **options})
+
+
+def open_consumer(namespace: SimpleNamespace, pool_size: int | str, **options: Any) -> None:
+    from tensorferry import Consumer
+
+    close(namespace, "consumer")
+    namespace.consumer = Consumer(pool_size, **{"backend_options": LOOPBACK, **options})
+
+
+def close(namespace: SimpleNamespace, what: str) -> None:
+    if hasattr(namespace, what):
+        getattr(namespace, what).close()
+        delattr(namespace, what)
+
+
+def publish(
+    namespace: SimpleNamespace, request_id: str, build: Callable[..., Any], *args: Any, **options: Any
+) -> bytes:
+    """Publish what ``build(*args)`` returns."""
+    return namespace.producer.publish(request_id, build(*args), **options)
+
+
+def pull_and_compare(
+    namespace: SimpleNamespace, manifest: bytes, build: Callable[..., Any], *args: Any, **options: Any
+) -> str:
+    """Pull; return where the result differs from what ``build(*args)`` returns, '' if nowhere."""
+    return difference(namespace.consumer.pull(manifest, **options), build(*args))
+
+
+def borrow_and_compare(
+    namespace: SimpleNamespace, manifest: bytes, build: Callable[..., Any], *args: Any
+) -> str:
+    with namespace.consumer.borrow(manifest) as tensors:
+        return difference(tensors, build(*args))
+
+
+def pull(namespace: SimpleNamespace, manifest: bytes, **options: Any) -> float:
+    """Pull, drop the result, and return the seconds that it took."""
+    started = time.monotonic()
+    namespace.consumer.pull(manifest, **options)
+    return time.monotonic() - started
+
+
+def pull_until_it_fails(namespace: SimpleNamespace, manifest: bytes, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        namespace.consumer.pull(manifest, release=False)
+
+
+def wait_released(namespace: SimpleNamespace, request_id: str, timeout: float) -> bool:
+    return namespace.producer.wait_released(request_id, timeout)
+
+
+def revoke(namespace: SimpleNamespace, request_id: str) -> bool:
+    return namespace.producer.revoke(request_id)
+
+
+def statistics(namespace: SimpleNamespace, what: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(getattr(namespace, what).statistics())
+
+
+def difference(one: Any, other: Any, path: str = "payload") -> str:
+    """Return where two payloads differ in structure, dtype, shape or any bit; '' if nowhere."""
+    import torch
+
+    if isinstance(other, torch.Tensor):
+        if not isinstance(one, torch.Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"{path}: {one!r:.80} instead of {other!r:.80}"
+        if not one.is_contiguous() or one.requires_grad or one.is_conj() or one.is_neg():
+            return f"{path} is not plain"
+        return "" if torch.equal(bits(one), bits(other)) else f"{path}: other bits"
+    if isinstance(other, dict):
+        if not isinstance(one, dict) or list(one) != list(other):
+            return f"{path}: other keys"
+        return next(filter(None, (difference(one[k], other[k], f"{path}.{k}") for k in other)), "")
+    if isinstance(other, (list, tuple)):
+        if type(one) is not type(other) or len(one) != len(other):
+            return f"{path}: another kind or length"
+        pairs = enumerate(zip(one, other, strict=True))
+        return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in pairs)), "")
+    return "" if one is None and other is None else f"{path}: {one!r:.80} instead of {other!r:.80}"
+
+
+def bits(tensor: Any) -> Any:
+    """Return all bytes of a tensor's elements, in row-major order."""
+    import torch
+
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # contiguous() would leave a single element with a stride other than 1 as it is.
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

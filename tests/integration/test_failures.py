@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases that end, and peers that die, stop and come back, over real UCX.
+
+Times are asserted only with so much room that a busy machine does not matter.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import payloads
+import peers
+import pytest
+from payloads import KIB, MIB
+
+MODES = ["served", "rdma", "mapped"]
+LOST = ("PeerLostError", "ConnectError")
+
+
+@pytest.fixture(scope="module")
+def consumer(library):
+    with peers.peer(TENSORFERRY_UCX=library) as one:
+        yield one
+
+
+@pytest.fixture
+def victim(library):
+    """A process that the test may kill or stop."""
+    with peers.peer(TENSORFERRY_UCX=library) as one:
+        yield one
+
+
+def fails(peer, *kinds):
+    """The function that was started must raise one of these errors."""
+    with pytest.raises(peers.RemoteError) as caught:
+        peer.result(60)
+    assert caught.value.kind in kinds, caught.value
+    return caught.value
+
+
+# Leases
+
+
+def test_a_late_pull_never_gets_the_bytes_of_the_next_request(mode):
+    mode.producer.call(peers.open_producer, "64KiB", access=mode.access)
+    old = mode.producer.call(peers.publish, "old", payloads.of_size, 64 * KIB, 1, lease=0.2)
+    mode.consumer.call(peers.pull_and_compare, old, payloads.of_size, 64 * KIB, 1, release=False)
+    assert mode.producer.call(peers.wait_released, "old", 10)
+    new = mode.producer.call(peers.publish, "new", payloads.of_size, 64 * KIB, 2)
+    mode.consumer.start(peers.pull, old)
+    assert "request 'old'" in fails(mode.consumer, "LeaseExpiredError").message
+    assert mode.consumer.call(peers.pull_and_compare, new, payloads.of_size, 64 * KIB, 2) == ""
+
+
+def test_a_revoked_publication_is_gone(mode):
+    mode.producer.call(peers.open_producer, "1MiB", access=mode.access)
+    manifest = mode.producer.call(peers.publish, "a", payloads.of_size, KIB)
+    assert mode.producer.call(peers.revoke, "a")
+    mode.consumer.start(peers.pull, manifest)
+    fails(mode.consumer, "LeaseExpiredError")
+
+
+def test_a_slot_stays_until_its_readers_have_finished(mode):
+    """Pull and revoke at once, over and over: whole data of the right request, or an error."""
+    mode.producer.call(peers.open_producer, "32MiB", access=mode.access)
+    outcomes = {"": 0, "LeaseExpiredError": 0}
+    for turn in range(20):
+        manifest = mode.producer.call(peers.publish, "a", payloads.of_size, 30 * MIB, turn, timeout=10)
+        mode.consumer.start(peers.pull_and_compare, manifest, payloads.of_size, 30 * MIB, turn)
+        time.sleep(turn / 1000)
+        mode.producer.call(peers.revoke, "a")
+        try:
+            outcomes[mode.consumer.result()] += 1
+        except peers.RemoteError as error:
+            outcomes[error.kind] += 1
+    assert sum(outcomes.values()) == 20
+
+
+# Peers that are lost
+
+
+@pytest.mark.parametrize("access", ["served", "rdma"])
+def test_killing_the_producer_ends_a_pull(consumer, victim, access):
+    victim.call(peers.open_producer, "64MiB", access=access)
+    consumer.call(peers.open_consumer, "64MiB", access=access)
+    manifest = victim.call(peers.publish, "a", payloads.of_size, 32 * MIB)
+    consumer.call(peers.pull, manifest, release=False)
+    victim.signal(signal.SIGSTOP)  # so that the pull is surely running when the end comes
+    consumer.start(peers.pull, manifest)
+    time.sleep(0.3)
+    victim.kill()
+    error = fails(consumer, "PeerLostError")
+    assert "request 'a' of producer" in error.message
+    consumer.start(peers.pull, manifest)
+    fails(consumer, *LOST)
+
+
+def test_killing_the_producer_ends_mapped_pulls(consumer, victim):
+    victim.call(peers.open_producer, "64MiB", access="mapped")
+    consumer.call(peers.open_consumer, "1MiB", access="mapped")
+    manifest = victim.call(peers.publish, "a", payloads.of_size, 32 * MIB)
+    consumer.start(peers.pull_until_it_fails, manifest, 30.0)
+    time.sleep(0.3)
+    victim.kill()
+    fails(consumer, "PeerLostError")
+    consumer.start(peers.pull, manifest)
+    fails(consumer, *LOST)
+
+
+@pytest.mark.parametrize("access", ["served", "mapped"])
+def test_a_restarted_producer_is_reached_by_the_same_consumer(consumer, library, access):
+    consumer.call(peers.open_consumer, "16MiB", access=access)
+    for turn in range(2):
+        with peers.peer(TENSORFERRY_UCX=library) as producer:
+            producer.call(peers.open_producer, "16MiB", access=access)
+            manifest = producer.call(peers.publish, "a", payloads.of_size, MIB, turn)
+            assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, MIB, turn) == ""
+            producer.kill()
+
+
+@pytest.mark.parametrize("access", ["served", "rdma"])
+def test_a_stopped_producer_costs_no_more_than_the_timeout(consumer, victim, access):
+    victim.call(peers.open_producer, "64MiB", access=access)
+    consumer.call(peers.open_consumer, "64MiB", access=access)
+    manifest = victim.call(peers.publish, "a", payloads.of_size, 32 * MIB)
+    consumer.call(peers.pull, manifest, release=False)
+    victim.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    consumer.start(peers.pull, manifest, timeout=1.0)
+    fails(consumer, "TransferTimeoutError")
+    assert 0.9 < time.monotonic() - started < 5
+    victim.signal(signal.SIGCONT)
+    assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, 32 * MIB) == ""
+    end = time.monotonic() + 20
+    while consumer.call(peers.statistics, "consumer")["allocated_nbytes"]:
+        assert time.monotonic() < end, "the landing memory of the pull that timed out never came back"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("access", MODES)
+def test_a_closed_producer_is_not_pulled_from(consumer, victim, access):
+    victim.call(peers.open_producer, "1MiB", access=access)
+    consumer.call(peers.open_consumer, "1MiB", access=access)
+    first = victim.call(peers.publish, "a", payloads.of_size, KIB)
+    second = victim.call(peers.publish, "b", payloads.of_size, KIB)
+    consumer.call(peers.pull, first)
+    victim.call(peers.close, "producer")
+    for _ in range(2):
+        consumer.start(peers.pull, second, timeout=10)
+        fails(consumer, *LOST)
+
+
+def test_a_consumer_that_dies_costs_its_leases_only(consumer, victim):
+    consumer.call(peers.open_producer, "1MiB", access="served")
+    victim.call(peers.open_consumer, "1MiB", access="served")
+    kept = consumer.call(peers.publish, "kept", payloads.of_size, KIB, lease=1.0)
+    victim.call(peers.pull, kept, release=False)
+    victim.kill()
+    assert consumer.call(peers.wait_released, "kept", 20)
+    statistics = consumer.call(peers.statistics, "producer")
+    assert (statistics["expired"], statistics["allocated_nbytes"]) == (1, 0)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors between two real processes, by every access mode and both UCX libraries."""
+
+from __future__ import annotations
+
+import payloads
+import peers
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from payloads import GIB, KIB, MIB
+
+from tensorferry.dtypes import SUPPORTED_DTYPES
+from tensorferry.manifest import read_manifest
+
+# Where UCX or this library changes its ways: cache lines, pages, eager and rendezvous limits,
+# tcp segments of 256 and 512 KiB, results that share memory, spans.
+EDGES = [1, 8, 64, 4 * KIB, 8 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, MIB, 16 * MIB]
+SIZES = sorted({size + more for size in EDGES for more in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize(
+    "build", [payloads.every_dtype, payloads.odd_floats, payloads.every_layout, payloads.nested]
+)
+def test_every_bit_arrives(route, build):
+    route.send(build.__name__, build)
+
+
+@pytest.mark.parametrize("build", [dict, payloads.nested])
+def test_borrowed_bits_are_the_same(route, build):
+    manifest = route.producer.call(peers.publish, "borrowed", build)
+    assert route.consumer.call(peers.borrow_and_compare, manifest, build) == ""
+    assert route.producer.call(peers.wait_released, "borrowed", 10)
+
+
+def test_sizes_around_internal_edges(route):
+    for size in SIZES:
+        route.send(f"size {size}", payloads.of_size, size, size)
+
+
+def test_empty_payloads_are_released(route):
+    for build in (dict, no_elements):
+        route.send(f"empty {build.__name__}", build)
+
+
+def no_elements():
+    import torch
+
+    return {"x": torch.empty(0, 4096, dtype=torch.bfloat16), "y": [None]}
+
+
+def test_ten_thousand_small_tensors(mode):
+    manifest = mode.producer.call(peers.publish, "many", payloads.many, 10_000, KIB)
+    assert len(manifest) < 1_000_000
+    assert mode.consumer.call(peers.pull_and_compare, manifest, payloads.many, 10_000, KIB) == ""
+    assert mode.producer.call(peers.wait_released, "many", 10)
+
+
+_TENSORS = st.tuples(
+    st.sampled_from([str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES]),
+    st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    st.sampled_from(["plain", "transposed", "sliced", "in_list"]),
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(description=st.lists(_TENSORS, max_size=40))
+def test_random_payloads_arrive(mode, description):
+    mode.send("random", payloads.described, description)
+
+
+def test_some_names_bring_some_tensors(mode):
+    manifest = mode.producer.call(peers.publish, "names", payloads.many, 100, 100 * KIB)
+    names = ["t99", "t3", "t4"]
+    found = mode.consumer.call(peers.pull_and_compare, manifest, chosen, names, names=names)
+    assert found == ""
+    assert mode.producer.call(peers.wait_released, "names", 10)
+
+
+def chosen(names):
+    whole = payloads.many(100, 100 * KIB)
+    return {name: whole[name] for name in names}
+
+
+def test_checksums_and_keys_over_the_wire(two):
+    options = {"key": b"0123456789abcdef", "checksum": "xxh3"}
+    producer, consumer = two
+    producer.call(peers.open_producer, "16MiB", **options)
+    consumer.call(peers.open_consumer, "16MiB", key=options["key"])
+    manifest = producer.call(peers.publish, "a", payloads.every_layout)
+    assert consumer.call(peers.pull_and_compare, manifest, payloads.every_layout) == ""
+    unsigned = consumer
+    unsigned.call(peers.open_consumer, "16MiB")
+    with pytest.raises(peers.RemoteError, match="AuthenticationError"):
+        unsigned.call(peers.pull, producer.call(peers.publish, "b", dict))
+    close_both(two)
+
+
+@pytest.mark.parametrize("access", ["served", "mapped"])
+def test_a_gibibyte_from_a_pool_of_its_size(two, access):
+    producer, consumer = two
+    producer.call(peers.open_producer, GIB, access=access)
+    consumer.call(peers.open_consumer, GIB, access=access)
+    manifest = producer.call(peers.publish, "large", payloads.of_size, GIB)
+    assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, GIB) == ""
+    close_both(two)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("access", ["served", "rdma", "mapped"])
+def test_more_than_four_gibibytes(two, access):
+    producer, consumer = two
+    nbytes = 4 * GIB + 2 * MIB + 1
+    producer.call(peers.open_producer, nbytes + 64 * KIB, access=access)
+    consumer.call(peers.open_consumer, nbytes + 64 * KIB if access != "mapped" else "1MiB", access=access)
+    manifest = producer.call(peers.publish, "huge", payloads.of_size, nbytes)
+    assert read_manifest(manifest).nbytes == nbytes
+    assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, nbytes) == ""
+    close_both(two)
+
+
+def close_both(two):
+    for peer in two:
+        peer.call(peers.close, "producer")
+        peer.call(peers.close, "consumer")
