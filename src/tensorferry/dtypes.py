@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import ManifestError, UsageError
+from tensorferry.errors import ManifestError, UsageError
 
 # Names that an older or newer torch may lack; what is missing there is left out of the table.
 _CANDIDATES = (

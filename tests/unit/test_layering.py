@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports point one way, and foreign libraries come in at one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "tensorferry"
+
+# From the ground up; a module may import from its own layer and those before it.
+LAYERS = (
+    ("errors",),
+    ("dtypes", "arguments", "arrays", "metadata", "metrics", "records", "streams", "wire", "_transport"),
+    ("backends", "backends.base", "payload"),
+    ("allocator", "lease", "manifest", "validation", "layout", "packing", "slot_layout", "device_copy"),
+    ("buffer", "ownership", "room", "landing", "orders"),
+    ("backends.registry", "backends.ucx", "backends.ucx_library", "backends.ucx_native"),
+    ("publications", "receiving"),
+    ("producer", "consumer"),
+    ("",),
+    (
+        "cli.inspect",
+        "cli.demo",
+        "cli.demo_channel",
+        "cli.demo_models",
+        "cli.demo_stages",
+        "cli",
+        "cli.__main__",
+    ),
+)
+RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full.removeprefix("tensorferry.") in RANK else str(node.module)
+
+
+def test_every_module_has_its_layer():
+    assert set(MODULES) == set(RANK) - {"_transport"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_one_way(module: str):
+    for name in imported(MODULES[module]):
+        if name.split(".")[0] != "tensorferry":
+            continue
+        target = name.removeprefix("tensorferry").removeprefix(".")
+        assert RANK[target] <= RANK[module], f"{module or 'tensorferry'} imports {name} from a higher layer"
+
+
+def users_of(library: str) -> set[str]:
+    return {
+        module
+        for module, path in MODULES.items()
+        if any(name == library or name.startswith(f"{library}.") for name in imported(path))
+    }
+
+
+def test_only_the_ucx_backend_imports_the_native_module():
+    assert users_of("tensorferry._transport") == {"backends.ucx", "backends.ucx_native"}
+
+
+def test_only_its_backend_imports_nixl():
+    assert users_of("nixl") | users_of("nixl_cu12") <= {"backends.nixl"}
+
+
+@pytest.mark.parametrize("library", ["pickle", "marshal", "shelve", "dill", "cloudpickle"])
+def test_nothing_can_unpickle(library: str):
+    assert users_of(library) == set()
