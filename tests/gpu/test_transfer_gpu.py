@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Producers and consumers with CUDA pools, CUDA tensors and CUDA targets, over real UCX."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tensorferry
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+LOOPBACK = {"NET_DEVICES": "lo"}
+DELAY_CYCLES = 500_000_000  # a few tenths of a second
+SIZE = 1 << 22
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def producer(request: pytest.FixtureRequest) -> Iterator[tensorferry.Producer]:
+    with tensorferry.Producer("256MiB", device=request.param, backend_options=LOOPBACK) as producer:
+        yield producer
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def consumer(request: pytest.FixtureRequest) -> Iterator[tensorferry.Consumer]:
+    with tensorferry.Consumer("256MiB", device=request.param, backend_options=LOOPBACK) as consumer:
+        yield consumer
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "cuda:0"])
+@pytest.mark.parametrize("source", ["cpu", "cuda"])
+def test_every_way_between_devices(producer, consumer, source: str, target: str):
+    payload = {
+        "large": torch.randn(SIZE, device=source),
+        "half": torch.randn(33, 7, device=source).to(torch.bfloat16),
+        "transposed": torch.arange(12, device=source).reshape(3, 4).t(),
+        "scalar": torch.tensor(3.5, device=source),
+        "empty": torch.empty(0, 4096, device=source),
+        "list": [torch.ones(5, dtype=torch.bool, device=source), None],
+    }
+    got = consumer.pull(producer.publish("r", payload), device=target)
+    for name in ("large", "half", "transposed", "scalar", "empty"):
+        assert got[name].device.type == torch.device(target).type
+        assert torch.equal(got[name].cpu(), payload[name].cpu())
+    assert torch.equal(got["list"][0].cpu(), payload["list"][0].cpu())
+    assert got["list"][1] is None
+
+
+@pytest.mark.parametrize("target", ["cuda", "cuda:0"])
+def test_results_are_outside_both_pools(producer, consumer, target: str):
+    """R4: "cuda" and "cuda:0" are one device, and neither gives a view of the slot."""
+    got = consumer.pull(producer.publish("a", {"x": torch.ones(1000, device="cuda")}), device=target)["x"]
+    producer.wait_released("a", 10)
+    consumer.pull(producer.publish("b", {"x": torch.full((1000,), 2.0, device="cuda")}), device=target)
+    assert bool((got == 1).all())
+
+
+def test_a_result_on_the_cpu_is_complete_at_once(producer, consumer):
+    """R5: a copy from the device that was only queued would be seen half done."""
+    manifest = producer.publish("a", {"x": torch.full((SIZE,), 7.0, device="cuda")})
+    torch.cuda._sleep(DELAY_CYCLES)
+    assert bool((consumer.pull(manifest, device="cpu")["x"] == 7).all())
+
+
+def test_what_is_published_is_what_earlier_kernels_wrote(producer, consumer):
+    """A42: publish right after launching a long kernel that writes the tensor."""
+    tensor = torch.zeros(SIZE, device="cuda")
+    torch.cuda._sleep(DELAY_CYCLES)
+    tensor.fill_(5)
+    assert bool((consumer.pull(producer.publish("a", {"x": tensor}), device="cpu")["x"] == 5).all())
+
+
+def test_a_side_stream_orders_the_copies(producer, consumer):
+    stream = torch.cuda.Stream()
+    tensor = torch.zeros(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(DELAY_CYCLES)
+        tensor.add_(torch.arange(1024.0, device="cuda"))
+    manifest = producer.publish("a", {"x": tensor.t()}, stream=stream)
+    tensor.zero_()
+    got = consumer.pull(manifest, device="cuda", stream=stream)["x"]
+    assert torch.equal(got.cpu(), torch.arange(1024.0).expand(1024, 1024).t())
+
+
+def test_the_slot_may_be_reused_after_the_pull(producer, consumer):
+    """A42: the first result must not change when its slot and its landing memory are used again."""
+    torch.cuda._sleep(DELAY_CYCLES)
+    first = consumer.pull(producer.publish("a", {"x": torch.full((SIZE,), 1.0)}), device="cuda")["x"]
+    for value in range(2, 6):
+        consumer.pull(producer.publish(f"r{value}", {"x": torch.full((SIZE,), float(value))}), device="cuda")
+    assert bool((first == 1).all())
+
+
+def test_threads_that_never_touched_cuda(producer, consumer):
+    """A43: no context is current in a new thread."""
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        manifest = producer.publish("thread", {"x": torch.full((1000,), 3.0)})
+        results.append(consumer.pull(manifest, device="cuda")["x"])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert bool((results[0] == 3).all())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_current_device_stays():
+    """A45: pool and target on device 1, current device 0."""
+    with (
+        tensorferry.Producer("64MiB", device="cuda:1", backend_options=LOOPBACK) as producer,
+        tensorferry.Consumer("64MiB", device="cuda:1", backend_options=LOOPBACK) as consumer,
+    ):
+        tensor = torch.arange(1000, device="cuda:0")
+        got = consumer.pull(producer.publish("a", {"x": tensor}), device="cuda:1")["x"]
+        assert got.device == torch.device("cuda:1")
+        assert torch.equal(got.cpu(), tensor.cpu())
+        assert torch.cuda.current_device() == 0
+
+
+def test_a_cpu_pool_is_pinned():
+    with tensorferry.Producer("16MiB", backend_options=LOOPBACK) as producer:
+        assert producer._pool.is_pinned()
+
+
+def test_borrowed_tensors_are_where_the_pool_is(producer, consumer):
+    manifest = producer.publish("a", {"x": torch.arange(1000, device="cuda")})
+    with consumer.borrow(manifest) as tensors:
+        assert torch.equal(tensors["x"].cpu(), torch.arange(1000))
+    assert producer.wait_released("a", 10)
