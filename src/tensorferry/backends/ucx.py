@@ -370,6 +370,9 @@ class UcxReader(Reader):
             raise ClosedError("the reader is closed")
         finally:
             gate.release()
+            with self._lock:
+                if key not in self._connections:
+                    self._connecting.pop(key, None)
 
     def _forget_broken(self) -> None:
         for key in [key for key, connection in self._connections.items() if connection.broken]:
