@@ -146,7 +146,7 @@ class Consumer:
         is still held for this consumer until its lease runs out: pull again, or ``reject`` it.
         """
         deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
-        with self._lifetime.use():
+        with self._lifetime.use(), self._receiver.counting_failures():
             order = self._order(manifest, names)
             place = self._device if device is None else arguments.as_device(device)
             tensors = self._receiver.pull(order, place, stream, deadline, release=release)
@@ -201,7 +201,8 @@ class Consumer:
             raise UsageError(
                 f"tensors are borrowed where they are, on cpu or {self._device}, not on {place}; use pull()"
             )
-        order = self._order(manifest, names)
+        with self._receiver.counting_failures():
+            order = self._order(manifest, names)
         with self._receiver.borrow(order, place, deadline, release=release) as tensors:
             yield unflatten(order.structure, tensors)
 

@@ -41,7 +41,7 @@ def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
     offsets = []
     end = 0
     for nbytes in sizes:
-        offset = align(end) if nbytes else end
+        offset = -(-end // ALIGNMENT) * ALIGNMENT if nbytes else end
         offsets.append(offset)
         end = offset + nbytes
     return offsets, end
@@ -52,7 +52,7 @@ def regions(specs: Sequence[TensorSpec]) -> list[Region]:
     found: list[Region] = []
     start = end = 0
     members: list[int] = []
-    placed = ((spec.offset, spec.nbytes, index) for index, spec in enumerate(specs) if spec.nbytes)
+    placed = [(spec.offset, spec.nbytes, index) for index, spec in enumerate(specs) if spec.nbytes]
     for offset, nbytes, index in sorted(placed):
         if members and offset - end > MAX_GAP_NBYTES:
             found.append(Region(start, end - start, members))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of tensors into a slot and out of it, bit for bit.
 
-Everything is copied as integers of the element's size, so no float operation can touch a NaN.
+Nothing is converted, so no float operation can touch a NaN.
 Runs of equal tensors, of which payloads often have thousands, take a few calls of torch
 altogether instead of several for each.
 """
@@ -27,6 +27,11 @@ _SMALL_NBYTES = 32 << 10
 _CHUNK_NBYTES = 1 << 20
 _HUGE_NBYTES = 4 << 20  # from here on a huge page of 2 MiB fits in, however the memory is aligned
 
+# Torch moves these as they are where dtypes agree; others are shown to it as integers.  Of bool
+# it would make 0 and 1, whatever the byte was.
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_COPIED_AS_THEY_ARE = {*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,19 +55,28 @@ def pack(slot: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[
     """
     kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
     for run in _runs(kinds, offsets):
-        sources = tensors[run.first : run.first + run.length]
-        if not sources[0].numel():
-            continue
         dtype, shape, device = kinds[run.first]
-        target = _strided(slot, dtype, shape, offsets[run.first], run)
-        if run.length > 1 and device == slot.device:
-            torch.stack([_as_integers(source) for source in sources], out=_as_integers(target))
+        sources = tensors[run.first : run.first + run.length]
+        nbytes = sources[0].nbytes
+        if not nbytes:
             continue
-        for source, destination in zip(sources, target.unbind(0), strict=True):
-            if device.type == slot.device.type == "cpu" and source.is_contiguous():
-                copy_bytes(destination, source)
+        if run.length > 1 and nbytes <= _SMALL_NBYTES and device == slot.device:
+            target = _strided(slot, dtype, shape, offsets[run.first], run)
+            if dtype in _COPIED_AS_THEY_ARE:
+                torch.stack(list(sources), out=target)
             else:
-                _as_integers(destination).copy_(_as_integers(source), non_blocking=device.type == "cuda")
+                torch.stack([_as_integers(source) for source in sources], out=_as_integers(target))
+            continue
+        for source, offset in zip(sources, offsets[run.first : run.first + run.length], strict=True):
+            _copy_in(slot[offset : offset + nbytes], source)
+
+
+def _copy_in(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.device.type == source.device.type == "cpu" and source.is_contiguous():
+        copy_bytes(target, source)
+        return
+    typed = target.view(source.dtype).view(source.shape)
+    _as_integers(typed).copy_(_as_integers(source), non_blocking=source.device.type == "cuda")
 
 
 def unpack(
@@ -84,15 +98,25 @@ def unpack(
     """
     results: list[torch.Tensor] = []
     for first, last in _chunks(specs, offsets):
+        if last == first + 1:
+            offset, nbytes = offsets[first], specs[first].nbytes
+            memory = _fresh(nbytes, device)
+            _copy_out(memory, region[offset : offset + nbytes])
+            results.append(_seen_as(memory, specs[first]))
+            continue
         start = offsets[first] // ALIGNMENT * ALIGNMENT
         end = offsets[last - 1] + specs[last - 1].nbytes
         memory = _fresh(align(end - start), device)
-        if device.type == region.device.type == "cpu":
-            copy_bytes(memory, region[start:end])
-        else:
-            memory[: end - start].copy_(region[start:end], non_blocking=device.type == "cuda")
+        _copy_out(memory[: end - start], region[start:end])
         results += carve(memory, specs[first:last], [offset - start for offset in offsets[first:last]])
     return results
+
+
+def _copy_out(memory: torch.Tensor, source: torch.Tensor) -> None:
+    if memory.device.type == source.device.type == "cpu":
+        copy_bytes(memory, source)
+    else:
+        memory.copy_(source, non_blocking=memory.device.type == "cuda")
 
 
 def _fresh(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -120,10 +144,18 @@ def carve(memory: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[i
     views: list[torch.Tensor] = []
     for run in _runs([(spec.dtype, spec.shape) for spec in specs], offsets):
         spec = specs[run.first]
+        if run.length == 1:
+            offset = offsets[run.first]
+            views.append(_seen_as(memory[offset : offset + spec.nbytes], spec))
+            continue
         stacked = _strided(memory, str_to_dtype(spec.dtype), spec.shape, offsets[run.first], run)
-        # Views that unbind() makes refuse in-place operations with gradients; detached ones don't.
+        # Views refuse some in-place operations with gradients; detached ones are plain tensors.
         views += [view.detach() for view in stacked.unbind(0)]
     return views
+
+
+def _seen_as(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return memory.view(str_to_dtype(spec.dtype)).view(spec.shape).detach()
 
 
 def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tensorferry.manifest import Checksum, Manifest, TensorSpec, encode_manifest
 from tensorferry.metadata import plain_metadata
 from tensorferry.metrics import ProducerStatistics
 from tensorferry.ownership import Closer, Lifetime
-from tensorferry.payload import Leaf, Structure, flatten
+from tensorferry.payload import Structure, flatten
 from tensorferry.publications import Publications
 from tensorferry.room import Loan, Room
 from tensorferry.streams import completed_copies
@@ -34,7 +34,9 @@ class _Payload(NamedTuple):
     """A payload that was checked and laid out, before anything is copied."""
 
     structure: Structure
-    leaves: list[Leaf]
+    paths: list[str]
+    tensors: list[torch.Tensor]
+    sizes: list[int]
     offsets: list[int]
     nbytes: int
 
@@ -305,20 +307,22 @@ class Producer:
     def _write(self, loan: Loan, payload: _Payload, stream: torch.cuda.Stream | None) -> list[TensorSpec]:
         """Copy the tensors into the slot, wait until they are there, and describe them."""
         slot = self._pool[loan.offset : loan.offset + loan.nbytes]
-        tensors = [leaf.tensor for leaf in payload.leaves]
-        devices = {self._device, *(tensor.device for tensor in tensors)}
-        with torch.no_grad(), completed_copies(devices, stream):
-            packing.pack(slot, tensors, payload.offsets)
-        sizes = [tensor.nbytes for tensor in tensors]
-        sums: list[int | None] = [None] * len(tensors)
+        devices = {tensor.device for tensor in payload.tensors}
+        with torch.no_grad(), completed_copies({self._device, *devices}, stream):
+            packing.pack(slot, payload.tensors, payload.offsets)
+        sums: list[int | None] = [None] * len(payload.tensors)
         if self._checksum:
-            sums[:] = packing.checksums(slot, payload.offsets, sizes)
-        return [
-            TensorSpec(path, dtype_to_str(tensor.dtype), tuple(tensor.shape), offset, nbytes, checksum)
-            for (path, tensor), offset, nbytes, checksum in zip(
-                payload.leaves, payload.offsets, sizes, sums, strict=True
+            sums[:] = packing.checksums(slot, payload.offsets, payload.sizes)
+        # By column, and each dtype and shape once: payloads may have thousands of equal tensors.
+        kinds = [(tensor.dtype, tensor.shape) for tensor in payload.tensors]
+        described = {kind: (dtype_to_str(kind[0]), tuple(kind[1])) for kind in set(kinds)}
+        rows = (
+            (path, *described[kind], offset, nbytes, checksum)
+            for path, kind, offset, nbytes, checksum in zip(
+                payload.paths, kinds, payload.offsets, payload.sizes, sums, strict=True
             )
-        ]
+        )
+        return list(map(TensorSpec._make, rows))
 
 
 _COUNTED = (
@@ -335,10 +339,12 @@ _COUNTED = (
 )
 
 
-def _lay_out(tensors: Mapping[str, Any]) -> _Payload:
-    structure, leaves = flatten(tensors)
-    offsets, nbytes = layout.lay_out(leaf.tensor.nbytes for leaf in leaves)
-    return _Payload(structure, leaves, offsets, nbytes)
+def _lay_out(payload: Mapping[str, Any]) -> _Payload:
+    structure, leaves = flatten(payload)
+    tensors = [leaf.tensor for leaf in leaves]
+    sizes = [tensor.nbytes for tensor in tensors]
+    offsets, nbytes = layout.lay_out(sizes)
+    return _Payload(structure, [leaf.path for leaf in leaves], tensors, sizes, offsets, nbytes)
 
 
 def _check_request(request_id: str, consumers: int) -> None:

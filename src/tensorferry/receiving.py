@@ -104,7 +104,7 @@ class Receiver:
             finally:
                 self._give_back(arrival)
 
-        with self._counted(order):
+        with self._explained(order):
             return self._over_connection(order, deadline, attempt)
 
     @contextmanager
@@ -124,7 +124,7 @@ class Receiver:
             self._verify(connection, order, pieces, deadline)
             return Arrival(connection, pieces, None)
 
-        with self._lifetime.use(), self._counted(order):
+        with self._lifetime.use(), self.counting_failures(), self._explained(order):
             arrival = self._over_connection(order, deadline, attempt)
         place = torch.device("cpu") if arrival.loan is None else self.device
         try:
@@ -147,6 +147,16 @@ class Receiver:
         except TransferError:
             return
         connection.notify(kind, order.manifest.ticket, self._consumer)
+
+    @contextmanager
+    def counting_failures(self) -> Iterator[None]:
+        """Count the block as a failed pull if it raises."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._counts["failed_pulls"] += 1
+            raise
 
     def figures(self) -> tuple[Counter[str], dict[str, float]]:
         """Return copies of the counters, and of the seconds."""
@@ -286,16 +296,6 @@ class Receiver:
         yield
         with self._lock:
             self._seconds[what] += time.perf_counter() - started
-
-    @contextmanager
-    def _counted(self, order: Order) -> Iterator[None]:
-        try:
-            with self._explained(order):
-                yield
-        except BaseException:
-            with self._lock:
-                self._counts["failed_pulls"] += 1
-            raise
 
     @contextmanager
     def _explained(self, order: Order) -> Iterator[None]:

@@ -104,11 +104,12 @@ def test_results_are_independent_of_both_pools(pair):
 
 def test_results_can_be_changed_in_place_with_gradients(pair):
     producer, consumer = pair
-    payload = {f"{i}": torch.ones(8) for i in range(4)}
+    payload = {"one": torch.ones(9000), "run": [torch.ones(8) for _ in range(4)], "two": torch.ones(8, 1)}
     got = consumer.pull(producer.publish("a", payload))
-    weight = torch.ones(8, requires_grad=True)
-    got["0"].mul_(weight).sum().backward()
-    assert weight.grad is not None
+    for tensor in (got["one"], got["run"][0], got["run"][3], got["two"]):
+        weight = torch.ones(tensor.shape, requires_grad=True)
+        tensor.mul_(weight).sum().backward()
+        assert weight.grad is not None
 
 
 def test_names_select_and_order(pair):
@@ -220,6 +221,7 @@ def test_bytes_that_are_no_manifest_are_refused_before_connecting(make_consumer,
     with pytest.raises(AuthenticationError):
         make_consumer(key="0123456789abcdef").pull(make_producer().publish("a", PAYLOAD))
     assert reader().connected == 0
+    assert consumer.statistics().failed_pulls == 2
 
 
 def test_checksums_catch_foreign_writes(make_producer, make_consumer, mode):
