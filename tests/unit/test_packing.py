@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorferry import layout, packing
+from tensorferry.dtypes import SUPPORTED_DTYPES, dtype_to_str
+from tensorferry.layout import ALIGNMENT, MAX_GAP_NBYTES, Region
+from tensorferry.manifest import TensorSpec
+
+CPU = torch.device("cpu")
+
+
+def tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Random bits, for bool as well: what is not 0 or 1 must come back as it was."""
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def bits(one: torch.Tensor) -> bytes:
+    if one.dtype == torch.complex32:
+        one = one.view(torch.int32)  # torch warns where it allocates complex32
+    return one.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def describe(tensors, offsets):
+    return [
+        TensorSpec(f"t{i}", dtype_to_str(one.dtype), tuple(one.shape), offset, one.nbytes)
+        for i, (one, offset) in enumerate(zip(tensors, offsets, strict=True))
+    ]
+
+
+def round_trip(tensors, unpack=packing.unpack, *more):
+    """Pack into a slot in the middle of a pool and unpack what has bytes."""
+    offsets, nbytes = layout.lay_out(one.nbytes for one in tensors)
+    pool = torch.full((8192 + nbytes,), 0xAA, dtype=torch.uint8)
+    packing.pack(pool[4096 : 4096 + nbytes], tensors, offsets)
+    assert bytes(pool[:4096].numpy()) == b"\xaa" * 4096
+    assert bytes(pool[4096 + nbytes :].numpy()) == b"\xaa" * 4096
+    specs = describe(tensors, offsets)
+    found: dict[int, torch.Tensor] = {}
+    for region in layout.regions(specs):
+        memory = pool[4096 + region.start : 4096 + region.start + region.nbytes]
+        members = [specs[i] for i in region.members]
+        results = unpack(memory, members, [spec.offset - region.start for spec in members], *more)
+        found.update(zip(region.members, results, strict=True))
+    return found, pool
+
+
+def check(tensors):
+    for unpack, more in ((packing.unpack, (CPU,)), (packing.carve, ())):
+        found, pool = round_trip(tensors, unpack, *more)
+        assert set(found) == {i for i, one in enumerate(tensors) if one.nbytes}
+        for i, got in found.items():
+            want = tensors[i]
+            assert (got.dtype, got.shape, bits(got)) == (want.dtype, want.shape, bits(want))
+            assert got.is_contiguous()
+            inside = pool.data_ptr() <= got.data_ptr() < pool.data_ptr() + pool.numel()
+            assert inside == (unpack is packing.carve)
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+def test_every_bit_of_every_dtype_alone_and_in_runs(dtype):
+    shapes = [(), (3,), (3,), (3,), (2, 5), (), (), (7, 1, 3), (1,), (1,)]
+    check([tensor(dtype, shape, seed) for seed, shape in enumerate(shapes)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.complex128, torch.bool], ids=str)
+def test_strides_do_not_matter(dtype):
+    base = tensor(dtype, (4, 6, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check([base.transpose(0, 2), base[:, ::2], base[0, 0].expand(5, 8), base[1:], base[::3, ::5, ::7]])
+        check([base[..., i] for i in range(8)])
+
+
+def test_tensors_without_bytes_take_no_room():
+    empty = torch.empty(0, 3)
+    offsets, nbytes = layout.lay_out([0, 1, 0, 64, 0])
+    assert (offsets, nbytes) == ([0, 0, 1, 64, 128], 128)
+    check([empty, torch.ones(3), empty, empty, torch.ones(3)])
+
+
+def test_small_results_share_memory_and_large_ones_do_not():
+    small = [torch.full((100,), float(i)) for i in range(10)]
+    large = [torch.full((10_000,), float(i)) for i in range(3)]
+    found, _ = round_trip([*small, *large], packing.unpack, CPU)
+    storages = [found[i].untyped_storage() for i in range(13)]
+    assert len({storage.data_ptr() for storage in storages}) == 4
+    assert [storage.nbytes() for storage in storages[10:]] == [40_000] * 3
+
+
+def test_one_small_result_keeps_no_more_than_a_chunk():
+    found, _ = round_trip([torch.full((2000,), float(i)) for i in range(1000)], packing.unpack, CPU)
+    assert max(one.untyped_storage().nbytes() for one in found.values()) <= 1 << 20
+
+
+def test_results_above_the_huge_page_limit():
+    check([tensor(torch.int16, ((4 << 20) + more,)) for more in (-1, 0, 1)])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(SUPPORTED_DTYPES),
+            st.lists(st.integers(0, 5), max_size=3).map(tuple),
+            st.integers(1, 4),
+        ),
+        max_size=20,
+    )
+)
+def test_any_mixture(description):
+    check([tensor(dtype, shape, i) for dtype, shape, count in description for i in range(count)])
+
+
+def test_checksums_are_those_of_the_bytes():
+    xxhash = pytest.importorskip("xxhash")
+    memory = torch.arange(200, dtype=torch.uint8)
+    assert packing.checksums(memory, [0, 64], [50, 0]) == [
+        xxhash.xxh3_64_intdigest(bytes(range(50))),
+        xxhash.xxh3_64_intdigest(b""),
+    ]
+
+
+def test_regions_bridge_small_gaps_only():
+    def spec(offset, nbytes):
+        return TensorSpec("t", "uint8", (nbytes,), offset, nbytes)
+
+    near, far = 100 + MAX_GAP_NBYTES, 201 + 2 * MAX_GAP_NBYTES
+    specs = [spec(far, 10), spec(0, 100), spec(near, 100), spec(5, 0)]
+    assert layout.regions(specs) == [Region(0, near + 100, [1, 2]), Region(far, 10, [0])]
+    assert layout.regions([spec(7, 0)]) == []
+
+
+def test_landing_keeps_the_alignment_within_the_slot():
+    offsets, nbytes = layout.landing_offsets([Region(64, 10, [0]), Region(1000, 7, [1])])
+    assert (offsets[0] % ALIGNMENT, offsets[1] % ALIGNMENT) == (0, 1000 % ALIGNMENT)
+    assert offsets[1] >= 10
+    assert nbytes == offsets[1] + 7
