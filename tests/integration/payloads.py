@@ -25,6 +25,22 @@ def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
     return whole.view(-1).view(torch.uint8)[:nbytes]
 
 
+def pull_and_compare_rows(namespace: Any, manifest: bytes, nbytes: int) -> int:
+    """Pull what :func:`of_size` built and compare it row by row, with little memory.
+
+    Returns the first row that differs, -1 if none does.
+    """
+    got = namespace.consumer.pull(manifest)["x"]
+    assert got.nbytes == nbytes
+    row = random_bytes(MIB // 8 * 8 + 8).view(torch.int64)
+    for index, start in enumerate(range(0, nbytes, row.nbytes)):
+        want = (row + index).view(torch.uint8)
+        part = got[start : start + row.nbytes]
+        if not torch.equal(part, want[: part.numel()]):
+            return index
+    return -1
+
+
 def of_size(nbytes: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"x": random_bytes(nbytes, seed)}
 

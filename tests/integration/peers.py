@@ -209,6 +209,7 @@ def bits(tensor: Any) -> Any:
 
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    # contiguous() would leave a single element with a stride other than 1 as it is.
-    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if plain.numel() == 1:  # contiguous() leaves any stride of a single element as it is
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8)
