@@ -60,12 +60,14 @@ def pack(slot: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[
         nbytes = sources[0].nbytes
         if not nbytes:
             continue
-        if run.length > 1 and nbytes <= _SMALL_NBYTES and device == slot.device:
+        if run.length > 1 and nbytes <= _SMALL_NBYTES:
             target = _strided(slot, dtype, shape, offsets[run.first], run)
-            if dtype in _COPIED_AS_THEY_ARE:
+            if dtype not in _COPIED_AS_THEY_ARE:
+                sources, target = [_as_integers(source) for source in sources], _as_integers(target)
+            if device == slot.device:
                 torch.stack(list(sources), out=target)
-            else:
-                torch.stack([_as_integers(source) for source in sources], out=_as_integers(target))
+            else:  # one transfer between the devices instead of thousands
+                target.copy_(torch.stack(list(sources)), non_blocking=device.type == "cuda")
             continue
         for source, offset in zip(sources, offsets[run.first : run.first + run.length], strict=True):
             _copy_in(slot[offset : offset + nbytes], source)
