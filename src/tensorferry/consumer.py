@@ -91,7 +91,7 @@ class Consumer:
     def __repr__(self) -> str:
         state = " closed" if self._lifetime.closed else ""
         name = "" if self._name is None else f" {self._name!r}"
-        return f"<Consumer{name}{state} {self._receiver.landing.pool.numel()} bytes on {self._device}>"
+        return f"<Consumer{name}{state} {self._receiver.landing.nbytes} bytes on {self._device}>"
 
     def __enter__(self) -> Consumer:
         self._lifetime.check()
@@ -250,7 +250,7 @@ class Consumer:
         landing.sweep()
         counts, seconds = self._receiver.figures()
         return ConsumerStatistics(
-            pool_nbytes=landing.pool.numel(),
+            pool_nbytes=landing.nbytes,
             allocated_nbytes=landing.allocated_nbytes,
             quarantined_nbytes=landing.quarantined_nbytes,
             waiters=landing.waiters,

@@ -26,6 +26,7 @@ class Landing:
 
     def __init__(self, pool: torch.Tensor, owner: str) -> None:
         self.pool = pool
+        self.nbytes = pool.numel()
         self._lock = threading.Lock()
         self._quarantine: list[tuple[Read, Loan]] = []
         self._room = Room(pool.numel(), BLOCK_NBYTES, owner=owner, poll=self.sweep)
@@ -89,3 +90,7 @@ class Landing:
     def close(self) -> None:
         """Lend nothing any more; those who wait get :class:`ClosedError`."""
         self._room.close()
+
+    def drop(self) -> None:
+        """Let go of the memory; it is freed with the last tensor over it."""
+        self.pool = self.pool.new_empty(0)

@@ -107,6 +107,7 @@ class Producer:
         self._lifetime = Lifetime(what)
         self._publications = Publications(pool, self._room, self._lifetime, self._lease)
         self._pool = pool.pool
+        self._pool_nbytes = nbytes
         self._peer = pool.peer
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -116,7 +117,7 @@ class Producer:
     def __repr__(self) -> str:
         state = " closed" if self._lifetime.closed else ""
         name = "" if self._name is None else f" {self._name!r}"
-        return f"<Producer{name}{state} {self._pool.numel()} bytes on {self._device}>"
+        return f"<Producer{name}{state} {self._pool_nbytes} bytes on {self._device}>"
 
     def __enter__(self) -> Producer:
         self._lifetime.check()
@@ -224,7 +225,7 @@ class Producer:
             counts.update(self._counts)
             seconds = self._seconds
         return ProducerStatistics(
-            pool_nbytes=self._pool.numel(),
+            pool_nbytes=self._pool_nbytes,
             allocated_nbytes=self._room.allocated_nbytes,
             requested_nbytes=self._room.requested_nbytes,
             waiters=self._room.waiters,
@@ -248,6 +249,7 @@ class Producer:
         if self._lifetime.forked:
             return
         self._publications.close(seconds)
+        self._pool = self._pool.new_empty(0)  # the memory goes with the last tensor over it
         self._closer.done()
 
     def _publish(

@@ -174,6 +174,7 @@ class Receiver:
             read.cancel()
         self._lifetime.wait_until_unused(deadline.remaining())
         self._reader.close(deadline.remaining())
+        self.landing.drop()
 
     def _over_connection(self, order: Order, deadline: Deadline, attempt: Callable[[Connection], _T]) -> _T:
         """Run an attempt, once more with a new connection if one from the cache was stale."""

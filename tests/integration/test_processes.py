@@ -256,3 +256,23 @@ def test_memory_does_not_grow_with_pulls(access):
         """
     )
     assert int(out) < 16
+
+
+def test_closing_frees_the_memory_of_both_pools():
+    """Also while the closed objects are still around."""
+    out = run(
+        """
+        import psutil
+        used = lambda: psutil.Process().memory_full_info().uss >> 20
+        before = used()
+        producer = Producer("256MiB", access="served", **OPTIONS)
+        consumer = Consumer("256MiB", **OPTIONS)
+        consumer.pull(producer.publish("a", {"x": torch.ones(200 << 20, dtype=torch.uint8)}))
+        open_ = used()
+        producer.close()
+        consumer.close()
+        print(open_ - before > 300, used() - before < 100)
+        print(producer.statistics().pool_nbytes >> 20, consumer.statistics().pool_nbytes >> 20)
+        """
+    )
+    assert out.split() == ["True", "True", "256", "256"]

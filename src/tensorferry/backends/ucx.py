@@ -176,6 +176,7 @@ class UcxExportedPool(ExportedPool):
             worker.close(max(0.0, deadline - time.monotonic()))
         for region in self._regions:
             region.close()
+        self._regions.clear()
         self._memory.close()
 
 
@@ -455,6 +456,7 @@ class UcxReader(Reader):
         for worker, region in self._workers.values():
             worker.close(max(0.0, deadline - time.monotonic()))
             region.close()
+        self._workers.clear()
         self._memory.close()
 
 

@@ -191,10 +191,12 @@ class PoolMemory:
             return _transport.MemoryRegion.create(context, self.memory, self.memory_type)
 
     def close(self) -> None:
-        """Unpin the memory; the bytes stay valid until the last tensor over them is gone."""
+        """Unpin the memory and let go of it; it is freed with the last tensor over it.  Once only."""
         if self._pinned_address:
             _cudart().cudaHostUnregister(self._pinned_address)
             self._pinned_address = 0
+        self.tensor = self.tensor.new_empty(0)
+        del self.memory
 
 
 def _cudart() -> Any:
