@@ -1,148 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import socket
-import struct
-import threading
+import dataclasses
+import io
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from tensorferry.cli import demo, demo_channel, demo_models, main
-from tensorferry.cli.demo_stages import write_picture
+from tensorferry.cli import demo, demo_processes, demo_report, demo_stages, main
+from tensorferry.cli.demo_channel import ChannelLostError
+from tensorferry.cli.demo_report import Hop, Report
 from tensorferry.errors import ProtocolError, UsageError
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def torch_as_it_was() -> Iterator[None]:
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
-    demo_models.prepare(CPU)
     yield
     torch.set_num_threads(threads)
     torch.set_grad_enabled(gradients)
-
-
-def pair() -> tuple[demo_channel.Channel, socket.socket]:
-    here, there = socket.socketpair()
-    channel = demo_channel.Channel.__new__(demo_channel.Channel)
-    channel._socket = here
-    return channel, there
-
-
-def test_models_depend_on_the_seed_and_the_prompt_only():
-    first, again, other = (demo_models.TextEncoder(seed, CPU) for seed in (1, 1, 2))
-    assert torch.equal(first("a")["prompt_embeds"], again("a")["prompt_embeds"])
-    assert not torch.equal(first("a")["prompt_embeds"], first("b")["prompt_embeds"])
-    assert not torch.equal(first("a")["prompt_embeds"], other("a")["prompt_embeds"])
-
-
-def test_tokens_are_bounded_and_any_text_has_some():
-    for prompt in ("", "ä", "x" * 1000):
-        tokens = demo_models.tokenize(prompt)
-        assert tokens.shape == (1, demo_models.TOKENS)
-        assert 0 <= int(tokens.min()) <= int(tokens.max()) < 258
-
-
-def test_a_picture_has_three_stretched_channels_and_reports_its_steps():
-    steps = []
-    conditioning = demo_models.TextEncoder(1, CPU)("a ferry")
-    latents = demo_models.Denoiser(1, CPU, 3)(conditioning, 5, lambda: steps.append(1))
-    picture = demo_models.Decoder(1, CPU)(latents)
-    assert len(steps) == 3
-    assert picture.shape == (384, 384, 3)
-    assert picture.dtype == torch.float32
-    assert float(picture.std()) > 0.01, "a flat picture compares nothing"
-    assert (float(picture.amin()), float(picture.amax())) == (0.0, 1.0)
-
-
-def test_one_changed_bit_makes_a_picture_different(tmp_path: Path):
-    picture = torch.rand(8, 8, 3)
-    write_picture(picture, tmp_path / "picture")
-    assert demo.same_picture(tmp_path / "picture", picture)
-    changed = np.load(tmp_path / "picture.npy")
-    changed.view(np.uint8)[0, 0, 0] ^= 1
-    np.save(tmp_path / "picture.npy", changed)
-    assert not demo.same_picture(tmp_path / "picture", picture)
-
-
-def test_a_changed_png_is_different(tmp_path: Path):
-    picture = torch.rand(8, 8, 3)
-    write_picture(1 - picture, tmp_path / "picture")
-    np.save(tmp_path / "picture.npy", picture.numpy())
-    assert not demo.same_picture(tmp_path / "picture", picture)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("host:1", ("host", 1)), ("127.0.0.1:65535", ("127.0.0.1", 65535)), ("[::1]:80", ("::1", 80))],
-)
-def test_addresses(text: str, address: tuple[str, int]):
-    assert demo_channel.parse_address(text) == address
-
-
-@pytest.mark.parametrize("text", ["host", "host:", ":80", "::1:80", "host:-1", "host:70000", "host:x", ""])
-def test_addresses_of_another_form_are_refused(text: str):
-    with pytest.raises(UsageError):
-        demo_channel.parse_address(text)
-
-
-def test_messages_cross_whole():
-    listener = demo_channel.listen("127.0.0.1:0")
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
-    message = {"manifest": bytes(500_000), "report": {"hops": [1, 2.5, None, "x"]}}
-    received = []
-
-    def serve() -> None:
-        with demo_channel.accept(listener, 10) as channel:
-            received.append(channel.receive())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with demo_channel.connect(address, 10) as channel:
-        channel.send(message)
-    thread.join(10)
-    assert received == [message]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        struct.pack(">I", 1 << 31),
-        struct.pack(">I", 100) + b"short",
-        struct.pack(">I", 1) + b"\xc1",
-        struct.pack(">I", 1) + b"\x01",
-        struct.pack(">I", 6) + b"\xdd\xff\xff\xff\xff\x00",
-        b"\x00",
-        b"",
-    ],
-    ids=["huge", "cut", "no msgpack", "no map", "huge array", "no length", "closed"],
-)
-def test_what_is_no_message_is_a_protocol_error(data: bytes):
-    channel, peer = pair()
-    with channel:
-        peer.sendall(data)
-        peer.close()
-        with pytest.raises(ProtocolError):
-            channel.receive()
-
-
-def test_nobody_there_is_an_error_within_the_time():
-    with pytest.raises(UsageError, match="no stage listens"):
-        demo_channel.connect("127.0.0.1:1", 0.3)
-    with pytest.raises(UsageError, match="nobody connected"):
-        demo_channel.accept(demo_channel.listen("127.0.0.1:0"), 0.1)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--steps", "19"],
+        ["--steps", "1001"],
+        ["--seed", "-1"],
+        ["--seed", str(2**63)],
         ["--prompts", "/no/such/file"],
         ["--device", "cuda:99"],
+        ["--device", "meta"],
+        ["--device", "toaster"],
+        ["--listen", "127.0.0.1:0"],
+        ["encoder", "--connect", "127.0.0.1:1", "--listen", "127.0.0.1:0"],
+        ["decoder", "--connect", "127.0.0.1:1", "--listen", "127.0.0.1:0"],
         ["encoder"],
         ["denoiser", "--listen", "127.0.0.1:0"],
         ["decoder", "--listen", "nowhere"],
@@ -152,7 +50,9 @@ def test_wrong_arguments_are_one_line_and_status_1(
     arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     assert main(["demo", "--out", str(tmp_path), *arguments]) == 1
-    assert capsys.readouterr().err.startswith("tensorferry demo: ")
+    error = capsys.readouterr().err
+    assert error.startswith("tensorferry demo: ")
+    assert error.count("\n") == 1
 
 
 def test_prompts_are_lines_without_comments(tmp_path: Path):
@@ -162,3 +62,153 @@ def test_prompts_are_lines_without_comments(tmp_path: Path):
     file.write_text("#\n")
     with pytest.raises(UsageError):
         demo.read_prompts(file)
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "diffusers" else object())
+    assert main(["demo"]) == 1
+    expected = 'tensorferry demo: diffusers missing: pip install "tensorferry[demo]"\n'
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (OSError("no"), 1), (UsageError("no"), 1), (ChannelLostError("no"), 3)],
+)
+def test_exit_statuses(error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch):
+    def fail(arguments: Any) -> int:
+        raise error
+
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(demo, "_run_all", fail)
+    assert main(["demo"]) == status
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+# ---- comparison ---------------------------------------------------------------------------------
+
+
+def test_one_changed_bit_makes_a_picture_different(tmp_path: Path):
+    picture = torch.rand(8, 8, 3)
+    demo_report.write_picture(picture, tmp_path / "picture")
+    assert demo_report.same_picture(tmp_path / "picture", picture)
+    changed = np.load(tmp_path / "picture.npy")
+    changed.view(np.uint8)[0, 0, 0] ^= 1
+    np.save(tmp_path / "picture.npy", changed)
+    assert not demo_report.same_picture(tmp_path / "picture", picture)
+
+
+def test_a_changed_png_is_different(tmp_path: Path):
+    picture = torch.rand(8, 8, 3)
+    demo_report.write_picture(1 - picture, tmp_path / "picture")
+    np.save(tmp_path / "picture.npy", picture.numpy())
+    assert not demo_report.same_picture(tmp_path / "picture", picture)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".png"])
+@pytest.mark.parametrize("content", [None, b"", b"nonsense"], ids=["missing", "empty", "nonsense"])
+def test_a_picture_that_cannot_be_read_is_different(tmp_path: Path, suffix: str, content: bytes | None):
+    picture = torch.rand(8, 8, 3)
+    demo_report.write_picture(picture, tmp_path / "picture")
+    file = (tmp_path / "picture").with_suffix(suffix)
+    file.unlink() if content is None else file.write_bytes(content)
+    assert not demo_report.same_picture(tmp_path / "picture", picture)
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Put pictures of random numbers in the place of the models'."""
+
+    def picture(index: int) -> torch.Tensor:
+        return torch.rand(8, 8, 3, generator=torch.Generator().manual_seed(index))
+
+    def arrange(added: float) -> None:
+        def run_pipeline(common: Any, prompts: Any, out: Path, on_event: Any) -> None:
+            for index, prompt in enumerate(demo.read_prompts(prompts)):
+                written = (picture(index) + (added if index == 1 else 0)).clamp(0, 1)
+                demo_report.write_picture(written, demo_stages.picture_path(out, index))
+                hop = Hop("encoder→denoiser", 1, 300, 1e-3, 1000, 1e-3, 0.0, "mapped")
+                report = dataclasses.asdict(Report(index, prompt, index, 1.0, [hop]))
+                on_event({"event": "step"})
+                on_event({"event": "warning", "text": "a [warning]"})
+                on_event({"event": "picture", "report": report})
+
+        monkeypatch.setattr(demo_processes, "run_pipeline", run_pipeline)
+        monkeypatch.setattr(
+            demo_stages, "run_alone", lambda settings, prompts: map(picture, range(len(prompts)))
+        )
+
+    return arrange
+
+
+def test_equal_pictures_are_status_0(pipeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pipeline(0.0)
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "identical, bit for bit" in said
+    assert said.count("a [warning]") == 1
+
+
+def test_a_different_picture_is_named_and_status_1(
+    pipeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pipeline(1e-6)
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "different from those of one process: 2\n" in said
+    assert "identical" not in said
+
+
+# ---- reports ------------------------------------------------------------------------------------
+
+
+def reports(count: int) -> list[Report]:
+    hops = [
+        Hop("encoder→denoiser", 7, 300, 0.0015, 479_390, 0.002, 0.0005, "served"),
+        Hop("denoiser→decoder", 1, 300, 0.0005, 36_864, 0.001, 0.0, "mapped"),
+    ]
+    return [Report(index, "a ferry", index, 1.0, hops) for index in range(count)]
+
+
+def test_a_report_survives_the_way():
+    report = reports(1)[0]
+    assert Report.from_plain(dataclasses.asdict(report)) == report
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"index": -1},
+        {"index": "../../x"},
+        {"index": True},
+        {"seed": 1 << 63},
+        {"prompt": b"x"},
+        {"compute": None},
+        {"hops": {}},
+        {"hops": [1]},
+        {"hops": [{"name": "x"}]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_report_is_a_protocol_error(changed: dict[str, Any]):
+    with pytest.raises(ProtocolError):
+        Report.from_plain(dataclasses.asdict(reports(1)[0]) | changed)
+    for plain in (None, [], {}, "x"):
+        with pytest.raises(ProtocolError):
+            Report.from_plain(plain)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_fits(width: int):
+    console = Console(file=io.StringIO(), width=width)
+    demo_report.print_table(console, reversed(reports(12)))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert not any("…" in line for line in lines)
+    first = next(line.split() for line in lines if line.split()[:1] == ["1"])
+    served = ["encoder→denoiser", "served", "7", "479,390", "1.50", "2.00", "0.50", "0.240", "0.40%"]
+    assert first == ["1", *served]
+    whole = [line.split() for line in lines if line.split()[:1] == ["all"]]
+    assert whole[1][1:] == [
+        *("denoiser→decoder", "mapped", "12", "442,368", "6.00", "12.00", "-", "0.037", "0.15%"),
+    ]

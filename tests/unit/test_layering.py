@@ -27,6 +27,8 @@ LAYERS = (
         "cli.demo",
         "cli.demo_channel",
         "cli.demo_models",
+        "cli.demo_processes",
+        "cli.demo_report",
         "cli.demo_stages",
         "cli",
         "cli.__main__",

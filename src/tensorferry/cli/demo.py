@@ -7,14 +7,13 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tensorferry.errors import TensorferryError, UsageError
 
@@ -27,8 +26,9 @@ PROMPTS = (
     "a harbour at night, rain on the quay",
 )
 STAGES = ("encoder", "denoiser", "decoder")
-FEWEST_STEPS = 20
-_END_SECONDS = 10.0
+STEPS = (20, 1000)
+MAX_SEED = 2**62
+_NEEDED = ("diffusers", "transformers", "PIL")
 
 
 def add_parser(commands: Any) -> None:
@@ -50,13 +50,17 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--device", default="cpu", help="where the models run: cpu, cuda, cuda:1")
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="one prompt a line; '#' starts a comment"
+        "--prompts", type=Path, metavar="FILE", help="one prompt a line; lines with '#' are comments"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("out"), metavar="DIR", help="for the pictures (default: out)"
     )
-    parser.add_argument("--steps", type=int, default=25, help=f"denoising steps, at least {FEWEST_STEPS}")
-    parser.add_argument("--seed", type=int, default=7, help="of weights and noise; the same for all stages")
+    parser.add_argument(
+        "--steps", type=int, default=25, metavar="N", help=f"denoising steps, {STEPS[0]} to {STEPS[1]} (25)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=7, metavar="N", help="of weights and noise, the same for all stages (7)"
+    )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help="denoiser, decoder: wait for the stage before here"
     )
@@ -68,17 +72,50 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo or one stage; return the exit status: 0, or 1 with one line on stderr."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """Run the demo or one stage.
+
+    Returns:
+        The exit status: 0; 1 when a picture differs, or with one line on stderr; 3 of a stage
+        that lost its neighbour; 130 after Ctrl-C.
+    """
+    from tensorferry.cli.demo_channel import ChannelLostError
+    from tensorferry.cli.demo_processes import LOST_STATUS
+
     try:
-        if arguments.steps < FEWEST_STEPS:
-            raise UsageError(f"--steps is at least {FEWEST_STEPS}, not {arguments.steps}")
-        return _run_stage(arguments) if arguments.stage else _run_all(arguments)
+        with _ended_by_sigterm():
+            _check(arguments)
+            return _run_stage(arguments) if arguments.stage else _run_all(arguments)
     except KeyboardInterrupt:
         return 130
     except (TensorferryError, OSError) as error:
         print(f"tensorferry demo: {error}", file=sys.stderr)
-        return 1
+        return LOST_STATUS if isinstance(error, ChannelLostError) else 1
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Leave by SystemExit when terminated, so that nothing stays behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f'{", ".join(missing)} missing: pip install "tensorferry[demo]"')
+    if not STEPS[0] <= arguments.steps <= STEPS[1]:
+        raise UsageError(f"--steps is {STEPS[0]} to {STEPS[1]}, not {arguments.steps}")
+    if not 0 <= arguments.seed <= MAX_SEED:
+        raise UsageError(f"--seed is 0 to 2**62, not {arguments.seed}")
+    stage = arguments.stage
+    for option, takers in (("connect", STAGES[:2]), ("listen", STAGES[1:])):
+        if stage in takers and not getattr(arguments, option):
+            raise UsageError(f"the {stage} needs --{option} HOST:PORT")
+        if stage not in takers and getattr(arguments, option):
+            raise UsageError(f"--{option} is for {' and '.join(takers)}, not for {stage or 'all of them'}")
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -109,7 +146,10 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         device = torch.device(arguments.device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {arguments.device} cannot be used: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--device {arguments.device} cannot be used: {reason}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device is cpu, cuda or cuda:N, not {arguments.device}")
     demo_models.prepare(device)
     options = {"TLS": arguments.tls, "NET_DEVICES": arguments.net_devices}
     chosen = {name: value for name, value in options.items() if value}
@@ -120,26 +160,20 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _run_stage(arguments: argparse.Namespace) -> int:
-    from tensorferry.cli import demo_channel
+    with _telling_warnings(arguments), ExitStack() as stack:
+        from tensorferry.cli import demo_channel
 
-    for option, needed in (
-        ("connect", arguments.stage != "decoder"),
-        ("listen", arguments.stage != "encoder"),
-    ):
-        if needed and not getattr(arguments, option):
-            raise UsageError(f"the {arguments.stage} needs --{option} HOST:PORT")
-    listener = None
-    if arguments.stage != "encoder":
-        listener = demo_channel.listen(arguments.listen)
-        _emit(arguments, {"event": "listening", "port": listener.getsockname()[1]})
-    from tensorferry.cli import demo_stages
+        if arguments.listen:
+            listener = stack.enter_context(demo_channel.listen(arguments.listen))
+            _emit(arguments, {"event": "listening", "port": listener.getsockname()[1]})
+        from tensorferry.cli import demo_stages
 
-    settings = _settings(arguments)
-    settings.event = lambda event: _emit(arguments, event)
-    if listener is None:
-        demo_stages.run_encoder(settings, read_prompts(arguments.prompts), arguments.connect)
-        return 0
-    with demo_channel.accept(listener, demo_stages.WAIT_SECONDS) as upstream:
+        settings = _settings(arguments)
+        settings.event = lambda event: _emit(arguments, event)
+        if arguments.stage == "encoder":
+            demo_stages.run_encoder(settings, read_prompts(arguments.prompts), arguments.connect)
+            return 0
+        upstream = stack.enter_context(demo_channel.accept(listener, demo_stages.WAIT_SECONDS))
         if arguments.stage == "denoiser":
             demo_stages.run_denoiser(settings, upstream, arguments.connect)
         else:
@@ -148,71 +182,44 @@ def _run_stage(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _telling_warnings(arguments: argparse.Namespace) -> Iterator[None]:
+    """Pass on our own warnings, and drop those that the models' libraries have about themselves."""
+
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        _emit(arguments, {"event": "warning", "text": str(message)})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"tensorferry\b")
+        warnings.showwarning = tell
+        yield
+
+
 def _emit(arguments: argparse.Namespace, event: dict[str, Any]) -> None:
     """Tell the demo by a line of JSON, or the person by a line of text."""
     if arguments.events:
         print(json.dumps(event), flush=True)
     elif event["event"] == "picture":
-        hops = "; ".join(f"{hop['name']}: {hop['bytes']} bytes by {hop['access']}" for hop in event["hops"])
-        print(f"picture {event['index'] + 1}: {event['prompt']} ({hops})", flush=True)
-    elif event["event"] != "step":
-        print(" ".join(f"{value}" for value in event.values()), flush=True)
+        report = event["report"]
+        hops = "; ".join(f"{hop['name']}: {hop['bytes']} bytes by {hop['access']}" for hop in report["hops"])
+        print(f"picture {report['index'] + 1}: {report['prompt']} ({hops})", flush=True)
+    elif event["event"] == "encoded":
+        print(f"encoded {event['index'] + 1}: {event['prompt']}", flush=True)
+    elif event["event"] == "listening":
+        print(f"listening on port {event['port']}", flush=True)
+    elif event["event"] == "warning":
+        print(f"tensorferry demo: warning: {event['text']}", file=sys.stderr, flush=True)
 
 
 # ---- all of it ----------------------------------------------------------------------------------
-
-
-class _Stage:
-    """One stage as a process of this host; its events come to ``on_event`` on a thread of its own."""
-
-    def __init__(self, name: str, options: Sequence[str], on_event: Callable[[dict[str, Any]], None]) -> None:
-        self.name = name
-        self.port = 0
-        self.listening = threading.Event()
-        self._on_event = on_event
-        self._said = ""
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        command = [sys.executable, "-m", "tensorferry.cli", "demo", name, "--events", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)  # noqa: S603
-        self._reader = threading.Thread(target=self._read, name=f"demo-{name}", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                if not line.startswith("{"):  # UCX writes its log to stdout
-                    self._said += line
-                    continue
-                event = json.loads(line)
-                if event["event"] == "listening":
-                    self.port = event["port"]
-                    self.listening.set()
-                else:
-                    self._on_event(event)
-
-    def address(self) -> str:
-        while not self.listening.wait(0.1):
-            if self.process.poll() is not None:
-                raise self.failure()
-        return f"127.0.0.1:{self.port}"
-
-    def failure(self) -> UsageError:
-        self._log.seek(0)
-        log = (self._said + self._log.read()).strip()
-        return UsageError(f"the {self.name} ended with status {self.process.returncode}:\n{log}")
-
-    def end(self) -> None:
-        """Make sure that the process is gone, and all it said was heard."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self._reader.join(_END_SECONDS)
-        self._log.close()
 
 
 def _loopback(arguments: argparse.Namespace) -> list[str]:
@@ -225,140 +232,48 @@ def _loopback(arguments: argparse.Namespace) -> list[str]:
     return [] if wants_rdma or arguments.tls not in (None, "tcp") else ["--net-devices", "lo"]
 
 
-def _run_pipeline(arguments: argparse.Namespace, on_event: Callable[[dict[str, Any]], None]) -> None:
-    common = ["--access", arguments.access, "--device", arguments.device, *_loopback(arguments)]
-    common += ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-    if arguments.tls:
-        common += ["--tls", arguments.tls]
-    prompts = ["--prompts", str(arguments.prompts)] if arguments.prompts else []
-    stages: list[_Stage] = []
-
-    def start(name: str, *options: str) -> _Stage:
-        stages.append(_Stage(name, [*common, *options], on_event))
-        return stages[-1]
-
-    try:
-        decoder = start("decoder", "--listen", "127.0.0.1:0", "--out", str(arguments.out))
-        denoiser = start("denoiser", "--listen", "127.0.0.1:0", "--connect", decoder.address())
-        start("encoder", "--connect", denoiser.address(), *prompts)
-        running = list(stages)
-        while running:
-            for stage in list(running):
-                try:
-                    status = stage.process.wait(0.1)
-                except subprocess.TimeoutExpired:
-                    continue
-                if status != 0:
-                    raise stage.failure()
-                running.remove(stage)
-    finally:
-        for stage in stages:
-            stage.end()
-
-
 def _run_all(arguments: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
 
-    from tensorferry.cli import demo_stages
+    from tensorferry.cli import demo_processes, demo_report, demo_stages
 
-    console = Console()
+    console = Console(highlight=False)
     prompts = read_prompts(arguments.prompts)
     settings = _settings(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    reports: list[dict[str, Any]] = []
+    common = ["--access", arguments.access, "--device", arguments.device, *_loopback(arguments)]
+    common += ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
+    common += ["--tls", arguments.tls] if arguments.tls else []
+    reports: list[demo_report.Report] = []
+    warned: set[str] = set()
     steps = len(prompts) * arguments.steps
 
-    with _progress(console, "three processes", steps) as advance:
+    with demo_report.progress(console, "three processes", steps) as advance:
 
         def on_event(event: dict[str, Any]) -> None:
             if event["event"] == "picture":
-                reports.append(event)
+                reports.append(demo_report.Report.from_plain(event["report"]))
             elif event["event"] == "step":
                 advance()
+            elif event["event"] == "warning" and event["text"] not in warned:
+                warned.add(event["text"])
+                console.print(f"[yellow]warning[/] {escape(event['text'])}")
 
-        _run_pipeline(arguments, on_event)
-    different = []
-    with _progress(console, "one process", steps) as advance:
-        settings.event = lambda event: advance()
-        for index, picture in enumerate(demo_stages.run_alone(settings, prompts)):
-            path = arguments.out / f"picture-{index + 1:02}"
-            if not same_picture(path, picture):
-                different.append(index + 1)
+        demo_processes.run_pipeline(common, arguments.prompts, arguments.out, on_event)
     if len(reports) != len(prompts):
         raise UsageError(f"{len(prompts)} pictures were asked for, {len(reports)} came")
-    _print_table(console, reports)
-    console.print(f"{len(prompts)} pictures in {arguments.out}{os.sep}", highlight=False)
+    with demo_report.progress(console, "one process", steps) as advance:
+        settings.event = lambda event: advance()
+        different = [
+            str(index + 1)
+            for index, picture in enumerate(demo_stages.run_alone(settings, prompts))
+            if not demo_report.same_picture(demo_stages.picture_path(arguments.out, index), picture)
+        ]
+    demo_report.print_table(console, reports)
+    console.print(f"{len(prompts)} pictures in {escape(str(arguments.out))}{os.sep}")
     if different:
-        numbers = ", ".join(map(str, different))
-        console.print(f"[bold red]different[/] from those of one process: {numbers}", highlight=False)
+        console.print(f"[bold red]different[/] from those of one process: {', '.join(different)}")
         return 1
     console.print("[bold green]identical[/], bit for bit, with those of one process")
     return 0
-
-
-def same_picture(path: Path, picture: Any) -> bool:
-    """Compare a written picture, floats and PNG, with one from this process, bit for bit.
-
-    Args:
-        path: Without its suffix.
-        picture: Float32 tensor of shape [height, width, 3].
-    """
-    import numpy as np
-    from PIL import Image
-
-    from tensorferry.cli.demo_stages import write_picture
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_picture(picture, Path(folder) / "picture")
-        for suffix in (".npy", ".png"):
-            load: Any = np.load if suffix == ".npy" else Image.open
-            ours, theirs = (
-                np.asarray(load(file.with_suffix(suffix))) for file in (Path(folder) / "picture", path)
-            )
-            if ours.shape != theirs.shape or ours.tobytes() != theirs.tobytes():
-                return False
-    return True
-
-
-@contextmanager
-def _progress(console: Any, title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal, and a line anywhere else."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    if not console.is_terminal:
-        console.print(f"{title}: {total} denoising steps", highlight=False)
-    with bar if console.is_terminal else nullcontext():
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
-
-
-def _print_table(console: Any, reports: list[dict[str, Any]]) -> None:
-    """Print a row for each hop of each picture, and one for all."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        caption="times in ms; share: of the picture's whole request, models included",
-    )
-    for column in ("", "hop", "access", "tensors", "bytes", "publish", "wire", "landing", "GB/s", "share"):
-        left = column in ("hop", "access")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for report in sorted(reports, key=lambda one: one["index"]):
-        spent = [hop["publish"] + hop["wire"] + hop["landing"] for hop in report["hops"]]
-        whole = report["compute"] + sum(spent)
-        for hop, seconds in zip(report["hops"], spent, strict=True):
-            table.add_row(
-                str(report["index"] + 1),
-                hop["name"],
-                hop["access"],
-                str(hop["tensors"]),
-                f"{hop['bytes']:,}",
-                *(f"{hop[phase] * 1e3:.2f}" for phase in ("publish", "wire", "landing")),
-                f"{hop['bytes'] / hop['wire'] / 1e9:.2f}" if hop["wire"] else "-",
-                f"{seconds / whole:.1%}",
-            )
-    console.print(table)

@@ -18,6 +18,10 @@ _LENGTH = struct.Struct(">I")
 _RETRY_SECONDS = 0.1
 
 
+class ChannelLostError(ProtocolError):
+    """The peer closed the channel or died; what it said about the reason is in its own output."""
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """Split ``host:port``; an IPv6 address stands in brackets.
 
@@ -57,16 +61,23 @@ class Channel:
         """Send one message.
 
         Raises:
-            OSError: The peer is gone.
+            UsageError: The message is too large; nothing was sent.
+            ChannelLostError: The peer is gone.
         """
         data = msgpack.packb(message)
-        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        if len(data) > MAX_MESSAGE_NBYTES:
+            raise UsageError(f"a message of {len(data)} bytes; the limit is {MAX_MESSAGE_NBYTES}")
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise ChannelLostError(f"the next stage is gone: {error}") from error
 
     def receive(self) -> dict[str, Any]:
         """Wait for one message.
 
         Raises:
-            ProtocolError: The peer closed in mid-stream, or sent what is no message.
+            ChannelLostError: The peer closed without having said that it is done, or died.
+            ProtocolError: It sent what is no message.
         """
         (nbytes,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if nbytes > MAX_MESSAGE_NBYTES:
@@ -79,12 +90,24 @@ class Channel:
             raise ProtocolError(f"a message that is a {type(message).__name__}, not a map")
         return message
 
+    def left_by_peer(self) -> bool:
+        """Whether the peer has closed its end; for channels on which the peer only listens."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _exactly(self, nbytes: int) -> bytes:
         received = bytearray()
         while len(received) < nbytes:
-            part = self._socket.recv(nbytes - len(received))
+            try:
+                part = self._socket.recv(nbytes - len(received))
+            except OSError as error:
+                raise ChannelLostError(f"the stage before is gone: {error}") from error
             if not part:
-                raise ProtocolError("the peer closed the channel before the end")
+                raise ChannelLostError("the stage before closed the channel too early")
             received += part
         return bytes(received)
 

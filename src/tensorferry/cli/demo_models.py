@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's three models: real architectures, small, with random weights from a seed.
 
-Nothing can be expected of the pictures but texture; they are there to be compared.
+Nothing can be expected of the pictures but colour and texture; they are there to be compared.
+Every tensor that crosses has a say in them: embeddings, pooled vectors, masks and guidance.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 
-from tensorferry.errors import UsageError
-
 TOKENS = 77
 WIDTH = 768
 LATENT = (4, 48, 48)
-GUIDANCE = 5.0
+GUIDANCE = 7.5
+TRAINED_STEPS = 1000
 _BEGIN, _END, _VOCABULARY = 256, 257, 258
+_SMALLEST_NOISE = 3
 
 
 def prepare(device: torch.device) -> None:
@@ -37,12 +38,31 @@ def tokenize(prompt: str) -> torch.Tensor:
     return torch.tensor([tokens + [_END] * (TOKENS - len(tokens))])
 
 
+def attention_mask(tokens: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor like ``tokens``, True up to the first end, False for what fills up."""
+    return tokens.eq(_END).cumsum(1).le(1)
+
+
+def noise(seed: int) -> torch.Tensor:
+    """Return the first latents, shape [1, 4, 48, 48]: Gaussian noise of several resolutions.
+
+    Random weights cannot make large shapes out of white noise, so some are put in here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    channels, height, width = LATENT
+    total = torch.zeros(1, *LATENT)
+    shrunk = 1
+    while height // shrunk >= _SMALLEST_NOISE:
+        coarse = torch.randn(1, channels, height // shrunk, width // shrunk, generator=generator)
+        total += shrunk * torch.nn.functional.interpolate(coarse, (height, width), mode="bicubic")
+        shrunk *= 2
+    return total / total.std()
+
+
 def _libraries() -> tuple[Any, Any]:
-    try:
-        import diffusers
-        import transformers
-    except ImportError as error:
-        raise UsageError(f'the demo needs its models: pip install "tensorferry[demo]" ({error})') from error
+    import diffusers
+    import transformers
+
     return diffusers, transformers
 
 
@@ -74,17 +94,15 @@ class TextEncoder:
 
     def __call__(self, prompt: str) -> dict[str, Any]:
         """Return what the denoiser needs: embeddings [1, 77, 768] with and without the prompt, and more."""
-        conditioned, plain = self._encode(prompt), self._encode("")
+        tokens, no_tokens = (tokenize(text).to(self._device) for text in (prompt, ""))
+        conditioned, plain = (self._model(input_ids=ids) for ids in (tokens, no_tokens))
         return {
             "prompt_embeds": conditioned.last_hidden_state,
             "negative_prompt_embeds": plain.last_hidden_state,
             "pooled": [conditioned.pooler_output, None, plain.pooler_output],
-            "attention_mask": tokenize(prompt).ne(_END).to(self._device),
+            "attention_mask": {"prompt": attention_mask(tokens), "negative": attention_mask(no_tokens)},
             "guidance": torch.tensor(GUIDANCE, device=self._device),
         }
-
-    def _encode(self, prompt: str) -> Any:
-        return self._model(input_ids=tokenize(prompt).to(self._device))
 
 
 class Denoiser:
@@ -103,16 +121,20 @@ class Denoiser:
             sample_size=LATENT[1],
             in_channels=LATENT[0],
             out_channels=LATENT[0],
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            block_out_channels=(32, 64),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(32, 64, 64),
             layers_per_block=1,
             attention_head_dim=8,
             norm_num_groups=16,
             cross_attention_dim=WIDTH,
+            class_embed_type="projection",
+            projection_class_embeddings_input_dim=WIDTH,
         )
         self._unet = unet.to(device).eval()
-        self._scheduler = diffusers.DDIMScheduler(num_train_timesteps=1000)
+        self._scheduler = diffusers.DDIMScheduler(
+            num_train_timesteps=TRAINED_STEPS, clip_sample=False, prediction_type="v_prediction"
+        )
         self._device = device
         self._steps = steps
 
@@ -126,14 +148,22 @@ class Denoiser:
             seed: Of the first noise.
             stepped: Called after every step.
         """
-        noise = torch.randn((1, *LATENT), generator=torch.Generator().manual_seed(seed))
-        latents = noise.to(self._device)
-        context = torch.cat([conditioning["negative_prompt_embeds"], conditioning["prompt_embeds"]])
+        latents = noise(seed).to(self._device)
+        given = conditioning
+        context = torch.cat([given["negative_prompt_embeds"], given["prompt_embeds"]])
+        pooled = torch.cat([given["pooled"][-1], given["pooled"][0]])
+        mask = torch.cat([given["attention_mask"]["negative"], given["attention_mask"]["prompt"]])
         self._scheduler.set_timesteps(self._steps)
         for step in self._scheduler.timesteps:
-            both = self._unet(torch.cat([latents, latents]), step, encoder_hidden_states=context).sample
+            both = self._unet(
+                torch.cat([latents, latents]),
+                step,
+                encoder_hidden_states=context,
+                encoder_attention_mask=mask,
+                class_labels=pooled,
+            ).sample
             plain, conditioned = both.chunk(2)
-            predicted = plain + conditioning["guidance"] * (conditioned - plain)
+            predicted = plain + given["guidance"] * (conditioned - plain)
             latents = self._scheduler.step(predicted, step, latents).prev_sample
             if stepped is not None:
                 stepped()
@@ -162,8 +192,11 @@ class Decoder:
         self._vae = vae.to(device).eval()
 
     def __call__(self, latents: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the picture, float32 on the CPU, shape [384, 384, 3], each channel stretched to [0, 1]."""
-        picture: torch.Tensor = self._vae.decode(latents["latents"]).sample[0].float().cpu()
-        low = picture.amin(dim=(1, 2), keepdim=True)
-        high = picture.amax(dim=(1, 2), keepdim=True)
-        return ((picture - low) / (high - low)).permute(1, 2, 0).contiguous()
+        """Return the picture, float32 on the CPU, shape [384, 384, 3], in [0, 1].
+
+        Each channel is centred and softly clipped: random weights know no right brightness.
+        """
+        scaled = latents["latents"] / self._vae.config.scaling_factor
+        picture: torch.Tensor = self._vae.decode(scaled).sample[0].float().cpu()
+        deviation, mean = torch.std_mean(picture, dim=(1, 2), keepdim=True)
+        return torch.erf((picture - mean) / (1.5 * deviation)).add(1).div(2).permute(1, 2, 0).contiguous()

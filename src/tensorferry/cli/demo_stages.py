@@ -4,21 +4,28 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import tensorferry
 from tensorferry.cli import demo_channel, demo_models
-from tensorferry.cli.demo_channel import Channel
+from tensorferry.cli.demo_channel import Channel, ChannelLostError
+from tensorferry.cli.demo_report import Hop, Report, write_picture
+from tensorferry.errors import ProtocolError
 
 WAIT_SECONDS = 120.0
 POOL = "64MiB"
+WINDOW = 2  # publications a stage may be ahead of the next one
+LEASE = 3600.0  # so long may the next stage compute before it takes what waits for it
+_LOOK_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+_STEP = {"event": "step"}
 
 Event = Callable[[dict[str, Any]], None]
 
@@ -45,7 +52,9 @@ class Settings:
 
     def producer(self, name: str) -> tensorferry.Producer:
         """Return a producer with these settings."""
-        return tensorferry.Producer(POOL, access=self.access, backend_options=self.options, name=name)
+        return tensorferry.Producer(
+            POOL, access=self.access, backend_options=self.options, lease=LEASE, name=name
+        )
 
     def consumer(self, name: str) -> tensorferry.Consumer:
         """Return a consumer with these settings."""
@@ -70,34 +79,52 @@ class Sender:
         self._producer = settings.producer(name)
         self._name = name
         self._channel = channel
-        self._published: list[str] = []
+        self._held: deque[str] = deque()
 
-    def send(self, report: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Hand tensors over.
+    def send(self, report: Report, tensors: dict[str, Any]) -> None:
+        """Hand tensors over, once the next stage is no more than ``WINDOW`` publications behind.
 
         Args:
             report: Goes with the manifest, with this hop added to it.
             tensors: The payload.
+
+        Raises:
+            ChannelLostError: The next stage is gone.
+            TensorferryError: The tensors cannot be published.
         """
-        request = f"{self._name} {report['index']}"
+        self._wait_until_held(WINDOW - 1)
+        request = f"{self._name} {report.index + 1}"
         before = self._producer.statistics().publish_seconds
         manifest = self._producer.publish(
-            request, tensors, metadata={"seed": report["seed"]}, timeout=WAIT_SECONDS
+            request, tensors, metadata={"seed": report.seed, "index": report.index}
         )
-        self._published.append(request)
-        hop = {
-            "name": self._name,
-            "tensors": len(tensorferry.read_manifest(manifest).tensors),
-            "manifest": len(manifest),
-            "publish": self._producer.statistics().publish_seconds - before,
-        }
-        self._channel.send({"manifest": manifest, "report": {**report, "hops": [*report["hops"], hop]}})
+        self._held.append(request)
+        hop = Hop(
+            name=self._name,
+            tensors=len(tensorferry.read_manifest(manifest).tensors),
+            manifest=len(manifest),
+            publish=self._producer.statistics().publish_seconds - before,
+        )
+        report.hops.append(hop)
+        self._channel.send({"manifest": manifest, "report": asdict(report)})
 
     def end(self) -> None:
-        """Say that nothing more comes, and stay until everything was taken."""
+        """Say that nothing more comes, and stay until everything was taken.
+
+        Raises:
+            ChannelLostError: The next stage left something.
+        """
         self._channel.send({"end": True})
-        for request in self._published:
-            self._producer.wait_released(request, timeout=WAIT_SECONDS)
+        self._wait_until_held(0)
+
+    def _wait_until_held(self, most: int) -> None:
+        while len(self._held) > most:
+            # Asked first: who has taken everything may leave before its release is heard.
+            left = self._channel.left_by_peer()
+            if self._producer.wait_released(self._held[0], _GRACE_SECONDS if left else _LOOK_SECONDS):
+                self._held.popleft()
+            elif left:
+                raise ChannelLostError(f"the next stage left without taking {self._held[0]!r}")
 
     def close(self) -> None:
         """Free the pool."""
@@ -118,24 +145,27 @@ class Receiver:
         self._settings = settings
         self._channel = channel
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield reports and payloads until the stage before has ended."""
+    def __iter__(self) -> Iterator[tuple[Report, dict[str, Any]]]:
+        """Yield reports and payloads until the stage before has ended.
+
+        Raises:
+            ChannelLostError: The stage before is gone.
+            ProtocolError: It sent something else than a manifest and a report.
+            TensorferryError: The tensors cannot be pulled.
+        """
         while not (message := self._channel.receive()).get("end"):
+            manifest, report = message.get("manifest"), Report.from_plain(message.get("report"))
+            if not isinstance(manifest, bytes) or not report.hops:
+                raise ProtocolError("a message without a manifest, or without the hop that it took")
             before = self._consumer.statistics()
-            tensors = self._consumer.pull(
-                message["manifest"], device=self._settings.device, timeout=WAIT_SECONDS
-            )
+            tensors = self._consumer.pull(manifest, device=self._settings.device, timeout=WAIT_SECONDS)
             after = self._consumer.statistics()
-            report = message["report"]
-            used = [
-                name for name, pulls in after.pulls_by_access.items() if pulls > before.pulls_by_access[name]
-            ]
-            report["hops"][-1] |= {
-                "bytes": after.bytes_pulled - before.bytes_pulled,
-                "wire": after.wire_seconds - before.wire_seconds,
-                "landing": after.landing_seconds - before.landing_seconds,
-                "access": ", ".join(used),
-            }
+            hop = report.hops[-1]
+            hop.bytes = after.bytes_pulled - before.bytes_pulled
+            hop.wire = after.wire_seconds - before.wire_seconds
+            hop.landing = after.landing_seconds - before.landing_seconds
+            pulls, earlier = after.pulls_by_access, before.pulls_by_access
+            hop.access = ", ".join(access for access in pulls if pulls[access] > earlier[access])
             yield report, tensors
 
     def close(self) -> None:
@@ -144,76 +174,81 @@ class Receiver:
 
 
 @contextmanager
-def _computing(settings: Settings, report: dict[str, Any]) -> Iterator[None]:
+def _computing(settings: Settings, report: Report) -> Iterator[None]:
     started = time.perf_counter()
     yield
     settings.synchronize()
-    report["compute"] += time.perf_counter() - started
+    report.compute += time.perf_counter() - started
 
 
 def run_encoder(settings: Settings, prompts: list[str], connect: str) -> None:
-    """Encode every prompt and hand the embeddings to the denoiser at ``connect``."""
+    """Encode every prompt and hand the embeddings to the denoiser at ``connect``.
+
+    Raises:
+        UsageError: No denoiser listens there.
+        TensorferryError: What was encoded could not be handed over.
+    """
     encoder = demo_models.TextEncoder(settings.seed, settings.device)
     with demo_channel.connect(connect, WAIT_SECONDS) as channel:
         sender = Sender(settings, "encoder→denoiser", channel)
         try:
             for index, prompt in enumerate(prompts):
-                report = {
-                    "index": index,
-                    "prompt": prompt,
-                    "seed": settings.seed + index,
-                    "compute": 0.0,
-                    "hops": [],
-                }
+                report = Report(index, prompt, settings.seed + index)
                 with _computing(settings, report):
                     tensors = encoder(prompt)
                 sender.send(report, tensors)
-                settings.event({"event": "encoded", "index": index})
+                settings.event({"event": "encoded", "index": index, "prompt": prompt})
             sender.end()
         finally:
             sender.close()
 
 
 def run_denoiser(settings: Settings, upstream: Channel, connect: str) -> None:
-    """Denoise for every manifest that comes, and hand the latents to the decoder at ``connect``."""
+    """Denoise for every manifest that comes, and hand the latents to the decoder at ``connect``.
+
+    Raises:
+        UsageError: No decoder listens there.
+        TensorferryError: Something could not be pulled or handed over.
+    """
     denoiser = demo_models.Denoiser(settings.seed, settings.device, settings.steps)
     with demo_channel.connect(connect, WAIT_SECONDS) as channel:
         receiver = Receiver(settings, "denoiser", upstream)
-        sender = Sender(settings, "denoiser→decoder", channel)
         try:
-            for report, conditioning in receiver:
-                with _computing(settings, report):
-                    latents = denoiser(
-                        conditioning, report["seed"], lambda: settings.event({"event": "step"})
-                    )
-                sender.send(report, latents)
-            sender.end()
+            sender = Sender(settings, "denoiser→decoder", channel)
+            try:
+                for report, conditioning in receiver:
+                    with _computing(settings, report):
+                        latents = denoiser(conditioning, report.seed, lambda: settings.event(_STEP))
+                    sender.send(report, latents)
+                sender.end()
+            finally:
+                sender.close()
         finally:
             receiver.close()
-            sender.close()
 
 
 def run_decoder(settings: Settings, upstream: Channel, out: Path) -> None:
-    """Decode for every manifest that comes, and write the pictures to ``out``."""
+    """Decode for every manifest that comes, and write the pictures to ``out``.
+
+    Raises:
+        TensorferryError: Something could not be pulled.
+        OSError: A picture cannot be written.
+    """
     decoder = demo_models.Decoder(settings.seed, settings.device)
     receiver = Receiver(settings, "decoder", upstream)
     try:
         for report, latents in receiver:
             with _computing(settings, report):
                 picture = decoder(latents)
-            write_picture(picture, out / f"picture-{report['index'] + 1:02}")
-            settings.event({"event": "picture", **report})
+            write_picture(picture, picture_path(out, report.index))
+            settings.event({"event": "picture", "report": asdict(report)})
     finally:
         receiver.close()
 
 
-def write_picture(picture: torch.Tensor, path: Path) -> None:
-    """Write a picture twice: ``.png`` to look at, ``.npy`` to compare bit for bit."""
-    from PIL import Image
-
-    array = picture.numpy()
-    np.save(path.with_suffix(".npy"), array)
-    Image.fromarray((array * 255).round().astype(np.uint8)).save(path.with_suffix(".png"))
+def picture_path(out: Path, index: int) -> Path:
+    """Return where the picture of a prompt goes, without its suffixes."""
+    return out / f"picture-{index + 1:02}"
 
 
 def run_alone(settings: Settings, prompts: list[str]) -> Iterator[torch.Tensor]:
@@ -222,6 +257,4 @@ def run_alone(settings: Settings, prompts: list[str]) -> Iterator[torch.Tensor]:
     denoiser = demo_models.Denoiser(settings.seed, settings.device, settings.steps)
     decoder = demo_models.Decoder(settings.seed, settings.device)
     for index, prompt in enumerate(prompts):
-        yield decoder(
-            denoiser(encoder(prompt), settings.seed + index, lambda: settings.event({"event": "step"}))
-        )
+        yield decoder(denoiser(encoder(prompt), settings.seed + index, lambda: settings.event(_STEP)))
