@@ -53,6 +53,25 @@ def test_a_transfer_error_keeps_scope_and_status():
     assert errors.TransferError("x").scope == "operation"
 
 
+@pytest.mark.parametrize(
+    "cls",
+    [errors.CapacityError, errors.PoolExhaustedError, errors.PoolTimeoutError],
+    ids=lambda cls: cls.__name__,
+)
+def test_a_capacity_error_keeps_its_figures(cls: type[errors.CapacityError]):
+    error = cls("full", requested_nbytes=3, free_nbytes=2, pool_nbytes=8)
+    assert (str(error), error.requested_nbytes, error.free_nbytes, error.pool_nbytes) == ("full", 3, 2, 8)
+    assert cls("full").pool_nbytes == 0
+
+
+def test_only_capacity_is_for_a_retry_loop():
+    assert {cls.__name__ for cls in CLASSES if issubclass(cls, errors.CapacityError)} == {
+        "CapacityError",
+        "PoolExhaustedError",
+        "PoolTimeoutError",
+    }
+
+
 def native(status: int) -> _transport.TransportError:
     error = _transport.TransportError("said so")
     error.status = status
@@ -91,8 +110,34 @@ def test_native_errors_are_translated(status: int, cls: type[Exception], scope: 
         assert (error.scope, error.status) == (scope, status)
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
+
+
+def documented_statuses() -> list[tuple[int, str]]:
+    """Native status and class, by the rows of the second table of the page."""
+    return [
+        (int(status), cls)
+        for row in re.finditer(r"^\| (-\d[^|]*)\| `(\w+)`", PAGE, re.MULTILINE)
+        for status, cls in ((number, row[2]) for number in re.findall(r"-\d+", row[1]))
+    ]
+
+
+@pytest.mark.parametrize(("status", "cls"), documented_statuses())
+def test_statuses_become_what_the_page_says(status: int, cls: str):
+    assert type(translate(native(status), "reading")).__name__ == cls
+
+
+def test_the_page_has_every_status_of_the_core():
+    constants = {
+        value
+        for name, value in vars(_transport).items()
+        if name.isupper() and isinstance(value, int) and value < 0
+    }
+    assert constants
+    assert constants <= {status for status, _ in documented_statuses()}
+
+
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_error_is_documented(cls: type[Exception]):
     assert cls.__doc__
-    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert f"`{cls.__name__}`" in page
+    assert f"| `{cls.__name__}`" in PAGE
