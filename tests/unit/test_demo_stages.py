@@ -14,7 +14,7 @@ from tensorferry.cli.demo_channel import Channel, ChannelLostError
 from tensorferry.cli.demo_report import Report
 from tensorferry.cli.demo_stages import WINDOW, Receiver, Sender, Settings
 from tensorferry.consumer import Consumer
-from tensorferry.errors import ProtocolError
+from tensorferry.errors import ProtocolError, TransferError
 from tensorferry.producer import Producer
 
 Make = Callable[..., object]
@@ -92,6 +92,21 @@ def test_a_next_stage_that_left_without_taking_all_is_an_error(stages: Stages):
     stages.other.__exit__(None, None, None)
     with pytest.raises(ChannelLostError):
         stages.sender.end()
+
+
+def test_a_stage_before_that_died_is_not_the_fault_of_the_pull(stages: Stages):
+    stages.send(0)
+    stages.producer.close()
+    stages.channel.__exit__(None, None, None)
+    with pytest.raises(ChannelLostError):
+        next(iter(stages.receiver))
+
+
+def test_a_failed_pull_from_a_stage_that_lives_is_a_failure_of_its_own(stages: Stages):
+    stages.send(0)
+    stages.producer.close()
+    with pytest.raises(TransferError):
+        next(iter(stages.receiver))
 
 
 def test_a_next_stage_that_took_all_may_leave(stages: Stages):

@@ -38,7 +38,8 @@ def add_parser(commands: Any) -> None:
         help="run a text-to-image pipeline of three processes and compare it with one process",
         description="Without STAGE: runs encoder, denoiser and decoder as processes on this host, runs the "
         "same prompts in one process, compares the pictures bit for bit, and prints what each hop cost. "
-        "With STAGE: runs that stage alone, for pipelines over several hosts; start the decoder first.",
+        "With STAGE: runs that stage alone, for pipelines over several hosts; start the decoder first. "
+        "What the stages tell each other is neither encrypted nor authenticated.",
     )
     parser.add_argument(
         "stage", nargs="?", choices=STAGES, metavar="STAGE", help=f"one of {', '.join(STAGES)}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
@@ -90,14 +91,11 @@ class Channel:
             raise ProtocolError(f"a message that is a {type(message).__name__}, not a map")
         return message
 
-    def left_by_peer(self) -> bool:
-        """Whether the peer has closed its end; for channels on which the peer only listens."""
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    def left_by_peer(self, timeout: float = 0.0) -> bool:
+        """Whether the peer closes its end within ``timeout`` seconds, read or unread data aside."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(timeout * 1e3))
 
     def _exactly(self, nbytes: int) -> bytes:
         received = bytearray()

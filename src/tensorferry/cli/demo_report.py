@@ -182,8 +182,7 @@ def print_table(console: Console, reports: Iterable[Report]) -> None:
         pad_edge=False,
         show_edge=False,
         caption="Times in ms; GB/s is bytes over wire time; share is of the whole request.\n"
-        "The first wire time of a hop includes connecting."
-        + (" mapped: the wire is the copy." if _uses(ordered, "mapped") else ""),
+        "A hop's first wire time includes connecting; with mapped, wire is the copy.",
         caption_justify="left",
     )
     for column in ("", "hop", "access", "tensors", "bytes", "publish", "wire", "landing", "GB/s", "share"):
@@ -197,10 +196,6 @@ def print_table(console: Console, reports: Iterable[Report]) -> None:
     for hops in zip(*(report.hops for report in ordered), strict=True):
         table.add_row("all", *_cells(hops, whole))
     console.print(table)
-
-
-def _uses(reports: Iterable[Report], access: str) -> bool:
-    return any(hop.access == access for report in reports for hop in report.hops)
 
 
 def _cells(hops: Sequence[Hop], whole: float) -> list[str]:

@@ -17,7 +17,7 @@ import tensorferry
 from tensorferry.cli import demo_channel, demo_models
 from tensorferry.cli.demo_channel import Channel, ChannelLostError
 from tensorferry.cli.demo_report import Hop, Report, write_picture
-from tensorferry.errors import ProtocolError
+from tensorferry.errors import ProtocolError, TransferError
 
 WAIT_SECONDS = 120.0
 POOL = "64MiB"
@@ -158,7 +158,7 @@ class Receiver:
             if not isinstance(manifest, bytes) or not report.hops:
                 raise ProtocolError("a message without a manifest, or without the hop that it took")
             before = self._consumer.statistics()
-            tensors = self._consumer.pull(manifest, device=self._settings.device, timeout=WAIT_SECONDS)
+            tensors = self._pull(manifest)
             after = self._consumer.statistics()
             hop = report.hops[-1]
             hop.bytes = after.bytes_pulled - before.bytes_pulled
@@ -167,6 +167,14 @@ class Receiver:
             pulls, earlier = after.pulls_by_access, before.pulls_by_access
             hop.access = ", ".join(access for access in pulls if pulls[access] > earlier[access])
             yield report, tensors
+
+    def _pull(self, manifest: bytes) -> dict[str, Any]:
+        try:
+            return self._consumer.pull(manifest, device=self._settings.device, timeout=WAIT_SECONDS)
+        except TransferError as error:
+            if self._channel.left_by_peer(_LOOK_SECONDS):
+                raise ChannelLostError(f"the stage before is gone: {error}") from error
+            raise
 
     def close(self) -> None:
         """Free the pool."""
