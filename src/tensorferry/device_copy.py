@@ -160,7 +160,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     integer = _SAME_SIZE_INT.get(tensor.dtype.itemsize)
     if integer is not None:
         tensor = tensor.view(integer)
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().reshape(-1)
+    # A single element counts as contiguous whatever its stride, but is not seen as bytes then.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def allocate_pool(nbytes: int, device: torch.device | str, pin_memory: bool | None) -> torch.Tensor:

@@ -558,3 +558,11 @@ def test_the_error_names_the_entry_and_the_numbers(buffer: TransferTensorBuffer,
         buffer.read_tensors_from_manifest(handle, {"t": [{**GOOD, "offset": 4084}]})
     with pytest.raises(ManifestError, match="'t': unknown dtype 'float33'"):
         buffer.read_tensors_from_manifest(handle, {"t": [{**GOOD, "dtype": "float33"}]})
+
+
+def test_a_single_element_with_a_stride_is_written() -> None:
+    buffer = TransferTensorBuffer(1 << 20)
+    handle = buffer.allocate(64, "r")
+    assert handle is not None
+    buffer.write_tensor(handle, "x", torch.arange(2, dtype=torch.int16)[::2])
+    assert buffer.read_tensor(handle, [1], torch.int16).tolist() == [0]

@@ -100,6 +100,8 @@ using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 }  // namespace
 
 NB_MODULE(_transport, m) {
+  // Objects that are still alive when the interpreter ends are nobody's mistake: exit, fork, gc.freeze().
+  nb::set_leak_warnings(false);
   m.doc() = "UCX underneath tensorferry: contexts, workers, endpoints, memory regions and reads.";
 
   static PyObject* error_type = PyErr_NewException("tensorferry._transport.TransportError", PyExc_Exception, nullptr);

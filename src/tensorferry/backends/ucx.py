@@ -293,6 +293,7 @@ class UcxReader(Reader):
         self._device = device
         self._access = access
         self._options = dict(options)
+        self._rdma = offers_rdma(options)
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._connections: dict[tuple[bytes, str], _EndpointConnection] = {}
@@ -336,7 +337,7 @@ class UcxReader(Reader):
         ranked: list[Access] = []
         if peer.host == host_mark():
             ranked.append("mapped")
-        if offers_rdma(self._options):
+        if self._rdma:
             ranked.append("rdma")
         ranked.append("served")
         # What a producer offers as its only way is meant, even where auto would not take it.
