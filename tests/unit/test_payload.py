@@ -5,6 +5,7 @@ import collections
 import warnings
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -273,7 +274,6 @@ def test_awkward_arrays_keep_their_values(array):
 
 
 def test_ml_dtypes_arrays_keep_their_dtype():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     taken = only(np.array([1.5, -2], dtype=ml_dtypes.bfloat16))
     assert taken.dtype is torch.bfloat16
     assert taken.tolist() == [1.5, -2]
