@@ -9,14 +9,13 @@ altogether instead of several for each.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 import xxhash
 
+from tensorferry import pages
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.layout import ALIGNMENT, align
 from tensorferry.manifest import TensorSpec
@@ -25,7 +24,6 @@ from tensorferry.manifest import TensorSpec
 # for itself takes longer than everything else.  The chunk bounds what one result keeps alive.
 _SMALL_NBYTES = 32 << 10
 _CHUNK_NBYTES = 1 << 20
-_HUGE_NBYTES = 4 << 20  # from here on a huge page of 2 MiB fits in, however the memory is aligned
 
 # Torch moves these as they are where dtypes agree; others are shown to it as integers.  Of bool
 # it would make 0 and 1, whatever the byte was.
@@ -122,17 +120,10 @@ def _copy_out(memory: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _fresh(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return uninitialised bytes; large ones on huge pages where the kernel gives them.
-
-    Page faults on fresh memory cost more than the copy that follows: 256 MiB took 113 ms on 4 KiB
-    pages and 36 ms on huge ones (two copies, one machine).
-    """
-    if device.type != "cpu" or nbytes < _HUGE_NBYTES:
+    """Return uninitialised bytes."""
+    if device.type != "cpu" or nbytes < pages.SMALLEST_NBYTES:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return pages.take(nbytes)
 
 
 def carve(memory: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[int]) -> list[torch.Tensor]:

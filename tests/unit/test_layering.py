@@ -16,7 +16,18 @@ ROOT = Path(__file__).parents[2] / "src" / "tensorferry"
 # `backends.base` lies low: it holds the words of the contract (tickets, offers), which manifests carry.
 LAYERS = (
     ("errors",),
-    ("dtypes", "arguments", "arrays", "metadata", "metrics", "records", "streams", "wire", "_transport"),
+    (
+        "dtypes",
+        "arguments",
+        "arrays",
+        "metadata",
+        "metrics",
+        "pages",
+        "records",
+        "streams",
+        "wire",
+        "_transport",
+    ),
     ("backends", "backends.base", "payload"),
     ("allocator", "lease", "manifest", "validation", "layout", "packing", "slot_layout", "device_copy"),
     ("buffer", "ownership", "room", "landing", "orders"),
