@@ -147,6 +147,11 @@ class Endpoint:
 
     def read_served(self, index: int, generation: int, token: bytes, offset: int, nbytes: int, spans: Sequence[tuple[int, int, int]], destination: MemoryRegion) -> Read: ...
 
+    def read_served_into(self, index: int, generation: int, token: bytes, offset: int, nbytes: int, spans: Sequence[tuple[int, int, int]], memories: Sequence[Memory]) -> Read:
+        """
+        The caller keeps what the memories borrow alive until the read is settled.
+        """
+
     def read_remote(self, index: int, generation: int, token: bytes, offset: int, nbytes: int, spans: Sequence[tuple[int, int, int]], destination: MemoryRegion, pool: RemoteKey, control: RemoteKey) -> Read: ...
 
     def unpack(self, key: bytes, address: int, nbytes: int) -> RemoteKey: ...

@@ -11,7 +11,7 @@ import torch
 
 from tensorferry import layout, packing, payload
 from tensorferry.errors import IntegrityError
-from tensorferry.layout import Region
+from tensorferry.layout import Region, align_down
 from tensorferry.manifest import Manifest, TensorSpec
 from tensorferry.payload import Structure
 
@@ -62,15 +62,41 @@ class Order:
         name = "" if manifest.producer is None else f"{manifest.producer!r} "
         return f"request {manifest.request_id!r} of producer {name}{manifest.peer.uid.hex()[:8]}"
 
+    def destinations(self, regions: Sequence[Region], device: torch.device) -> list[Piece]:
+        """Return fresh memory for the results, cut as they will share it, still without contents."""
+        pieces = []
+        for region in regions:
+            specs, offsets = self._placed(region)
+            for first, last in packing.chunks(specs, offsets):
+                # A chunk starts where its tensors keep their alignment; one of its own, at its first byte.
+                start = offsets[first] if last == first + 1 else align_down(offsets[first])
+                nbytes = offsets[last - 1] + specs[last - 1].nbytes - start
+                part = Region(region.start + start, nbytes, region.members[first:last])
+                pieces.append(Piece(part, packing.fresh(nbytes, device)))
+        return pieces
+
     def copies(self, pieces: Sequence[Piece], device: torch.device) -> list[torch.Tensor]:
         """Return all wanted tensors in fresh memory; copies of a CUDA device are only queued."""
-        copied = [packing.unpack(piece.memory, *self._placed(piece.region), device) for piece in pieces]
-        return self._in_order(pieces, copied, device)
+        copied = []
+        for piece in pieces:
+            for result in self.destinations([piece.region], device):
+                start = result.region.start - piece.region.start
+                packing.copy_out(result.memory, piece.memory[start : start + result.region.nbytes])
+                copied.append(result)
+        return self.views(copied, device)
 
     def views(self, pieces: Sequence[Piece], device: torch.device) -> list[torch.Tensor]:
-        """Return all wanted tensors as views of the pieces."""
-        viewed = [packing.carve(piece.memory, *self._placed(piece.region)) for piece in pieces]
-        return self._in_order(pieces, viewed, device)
+        """Return all wanted tensors as views of the pieces; those without bytes are on ``device``."""
+        found: list[torch.Tensor | None] = [None] * len(self.specs)
+        for piece in pieces:
+            for index, view in zip(
+                piece.region.members, packing.carve(piece.memory, *self._placed(piece.region)), strict=True
+            ):
+                found[index] = view
+        return [
+            packing.empty(spec, device) if view is None else view
+            for spec, view in zip(self.specs, found, strict=True)
+        ]
 
     def check(self, pieces: Sequence[Piece]) -> None:
         """Compare the bytes that came with the producer's checksums, if there are any.
@@ -94,15 +120,3 @@ class Order:
         """Return the tensors of a region, and their offsets in it."""
         specs = [self.specs[index] for index in region.members]
         return specs, [spec.offset - region.start for spec in specs]
-
-    def _in_order(
-        self, pieces: Sequence[Piece], tensors: Sequence[list[torch.Tensor]], device: torch.device
-    ) -> list[torch.Tensor]:
-        found: list[torch.Tensor | None] = [None] * len(self.specs)
-        for piece, results in zip(pieces, tensors, strict=True):
-            for index, result in zip(piece.region.members, results, strict=True):
-                found[index] = result
-        return [
-            packing.empty(spec, device) if result is None else result
-            for spec, result in zip(self.specs, found, strict=True)
-        ]

@@ -17,7 +17,7 @@ import xxhash
 
 from tensorferry import pages
 from tensorferry.dtypes import str_to_dtype
-from tensorferry.layout import ALIGNMENT, align
+from tensorferry.layout import ALIGNMENT
 from tensorferry.manifest import TensorSpec
 
 # Results up to this size share memory with their neighbours, chunk by chunk: allocating each
@@ -79,48 +79,16 @@ def _copy_in(target: torch.Tensor, source: torch.Tensor) -> None:
     _as_integers(typed).copy_(_as_integers(source), non_blocking=source.device.type == "cuda")
 
 
-def unpack(
-    region: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[int], device: torch.device
-) -> list[torch.Tensor]:
-    """Copy tensors out of a range of bytes into fresh memory.
-
-    Args:
-        region: Flat uint8 tensor.
-        specs: The tensors; all have bytes.
-        offsets: First byte of each in ``region``, ascending.
-        device: Where the results go.
-
-    Returns:
-        Contiguous tensors.  Those up to 32 KiB may share a storage of up to 1 MiB among
-        themselves; larger ones have their own.
-
-    Copies that involve a CUDA device are only queued, on its current stream.
-    """
-    results: list[torch.Tensor] = []
-    for first, last in _chunks(specs, offsets):
-        if last == first + 1:
-            offset, nbytes = offsets[first], specs[first].nbytes
-            memory = _fresh(nbytes, device)
-            _copy_out(memory, region[offset : offset + nbytes])
-            results.append(_seen_as(memory, specs[first]))
-            continue
-        start = offsets[first] // ALIGNMENT * ALIGNMENT
-        end = offsets[last - 1] + specs[last - 1].nbytes
-        memory = _fresh(align(end - start), device)
-        _copy_out(memory[: end - start], region[start:end])
-        results += carve(memory, specs[first:last], [offset - start for offset in offsets[first:last]])
-    return results
-
-
-def _copy_out(memory: torch.Tensor, source: torch.Tensor) -> None:
+def copy_out(memory: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a flat uint8 tensor; copies that involve a CUDA device are only queued."""
     if memory.device.type == source.device.type == "cpu":
         copy_bytes(memory, source)
     else:
         memory.copy_(source, non_blocking=memory.device.type == "cuda")
 
 
-def _fresh(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return uninitialised bytes."""
+def fresh(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return a flat uint8 tensor with undefined contents."""
     if device.type != "cpu" or nbytes < pages.SMALLEST_NBYTES:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     return pages.take(nbytes)
@@ -194,8 +162,17 @@ def _runs(kinds: Sequence[object], offsets: Sequence[int]) -> Iterator[_Run]:
         first = last
 
 
-def _chunks(specs: Sequence[TensorSpec], offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut tensors into those with memory of their own and chunks of small neighbours."""
+def chunks(specs: Sequence[TensorSpec], offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut tensors into those with memory of their own and chunks of small neighbours.
+
+    Args:
+        specs: The tensors; all have bytes.
+        offsets: First byte of each, ascending.
+
+    Yields:
+        The first tensor of a chunk and the one after its last: tensors of up to 32 KiB each in
+        a chunk of up to 1 MiB, or one larger tensor.
+    """
     first = 0
     while first < len(specs):
         last = first + 1

@@ -95,12 +95,13 @@ class Receiver:
                 if release:
                     self._release(connection, order)
                 return results
-            arrival = self._land(connection, order, deadline)
+            direct = device.type == "cpu" and connection.lands_anywhere
+            arrival = self._land(connection, order, deadline, direct=direct)
             try:
                 if release:
                     self._release(connection, order)
-                with self._timed("landing"):
-                    return copied(arrival.pieces)
+                with self._timed("landing"), torch.no_grad():
+                    return order.views(arrival.pieces, device) if direct else copied(arrival.pieces)
             finally:
                 self._give_back(arrival)
 
@@ -220,8 +221,14 @@ class Receiver:
         slot = connection.view(order.manifest.ticket)
         return [Piece(region, slot[region.start : region.start + region.nbytes]) for region in order.regions]
 
-    def _land(self, connection: Connection, order: Order, deadline: Deadline) -> Arrival:
-        """Bring the wanted bytes into landing memory; no loan where there are none."""
+    def _land(
+        self, connection: Connection, order: Order, deadline: Deadline, *, direct: bool = False
+    ) -> Arrival:
+        """Bring the wanted bytes into landing memory, or ``direct`` into that of the results.
+
+        Both take room in the pool, which bounds what is under way; there is no loan where there
+        are no bytes.
+        """
         offsets, nbytes = layout.landing_offsets(order.regions)
         if not nbytes:
             self._verify(connection, order, [], deadline)
@@ -229,20 +236,28 @@ class Receiver:
         loan = self.landing.take(nbytes, str(order), deadline)
         read: Read | None = None
         try:
-            memory = self.landing.memory(loan)
-            pieces = [
-                Piece(region, memory[offset : offset + region.nbytes])
-                for region, offset in zip(order.regions, offsets, strict=True)
-            ]
+            if direct:
+                pieces = order.destinations(order.regions, torch.device("cpu"))
+            else:
+                memory = self.landing.memory(loan)
+                pieces = [
+                    Piece(region, memory[offset : offset + region.nbytes])
+                    for region, offset in zip(order.regions, offsets, strict=True)
+                ]
             with self._timed("wire"):
                 if connection.access == "mapped":
                     self._copy_into(connection, order, pieces)
                 else:
-                    spans = [
-                        Span(region.start, loan.offset + offset, region.nbytes)
-                        for region, offset in zip(order.regions, offsets, strict=True)
-                    ]
-                    read = connection.read(order.manifest.ticket, spans)
+                    ticket = order.manifest.ticket
+                    sources = [piece.region.start for piece in pieces]
+                    if direct:
+                        read = connection.read_into(ticket, sources, [piece.memory for piece in pieces])
+                    else:
+                        spans = [
+                            Span(source, loan.offset + offset, piece.region.nbytes)
+                            for source, offset, piece in zip(sources, offsets, pieces, strict=True)
+                        ]
+                        read = connection.read(ticket, spans)
                     self._wait(read, deadline)
                 self._verify(connection, order, pieces, deadline)
         except BaseException:

@@ -169,17 +169,33 @@ class FakeConnection(Connection):
         return self.is_broken
 
     def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
+        read = self._post(ticket, spans)
+        if read.is_settled:
+            source = self.peer.slot(ticket)
+            for span in spans:
+                landed = self.reader.pool[span.destination : span.destination + span.nbytes]
+                landed.copy_(source[span.source : span.source + span.nbytes])
+        return read
+
+    def _post(self, ticket: SlotTicket, spans: Sequence[Span]) -> FakeRead:
         self._check(ticket)
         self.reader.posted.append(list(spans))
         failure = self.reader.read_failures.pop(0) if self.reader.read_failures else None
         read = FakeRead(failure, lambda: self.verify(ticket, timeout=0.0))
         self.reader.reads.append(read)
         self.reader.on_read(read)
-        if failure is None:
-            source = self.peer.slot(ticket)
-            for span in spans:
-                landed = self.reader.pool[span.destination : span.destination + span.nbytes]
-                landed.copy_(source[span.source : span.source + span.nbytes])
+        return read
+
+    @property
+    def lands_anywhere(self) -> bool:
+        return self.reader.lands_anywhere and self._access == "served"
+
+    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
+        ranges = list(zip(sources, memories, strict=True))
+        read = self._post(ticket, [Span(source, -1, len(one)) for source, one in ranges])
+        if read.is_settled:
+            for source, one in ranges:
+                one.copy_(self.peer.slot(ticket)[source : source + len(one)])
         return read
 
     def view(self, ticket: SlotTicket) -> torch.Tensor:
@@ -212,6 +228,7 @@ class FakeReader(Reader):
         self.reads: list[FakeRead] = []
         self.read_failures: list[Exception | None] = []
         self.connect_seconds = 0.0
+        self.lands_anywhere = False
         self.unreachable = False
         self.closed = False
         self.before_verify: Callable[[FakePool, SlotTicket], Any] = lambda pool, ticket: None

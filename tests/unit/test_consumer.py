@@ -32,15 +32,23 @@ from tensorferry.manifest import read_manifest
 MODES = ["mapped", "served"]
 
 
-@pytest.fixture(params=MODES)
-def mode(request):
+@pytest.fixture(params=[*MODES, "direct"])
+def way(request):
+    """An access mode; ``direct`` is ``served`` without landing in the pool."""
     return request.param
 
 
 @pytest.fixture
-def pair(make_producer, make_consumer, mode):
+def mode(way):
+    return "served" if way == "direct" else way
+
+
+@pytest.fixture
+def pair(make_producer, make_consumer, way, mode):
     """A producer and a consumer that reads it in ``mode``."""
-    return make_producer(access=mode), make_consumer()
+    producer, consumer = make_producer(access=mode), make_consumer()
+    reader().lands_anywhere = way == "direct"
+    return producer, consumer
 
 
 @pytest.fixture
@@ -557,3 +565,54 @@ def test_many_threads_share_a_consumer(make_producer, make_consumer, threads):
     statistics = consumer.statistics()
     assert (statistics.pulls, statistics.failed_pulls, statistics.allocated_nbytes) == (800, 0, 0)
     assert threading.active_count() < 30
+
+
+# Landing in the results
+
+
+@pytest.fixture
+def direct(served):
+    reader().lands_anywhere = True
+    return served
+
+
+def test_bytes_for_the_cpu_land_in_the_results(direct):
+    producer, consumer = direct
+    reader().pool.fill_(0xAA)
+    payload = {"large": torch.randn(30_000), "small": [torch.ones(7), torch.arange(9), None], "none": {}}
+    got = consumer.pull(producer.publish("a", payload))
+    assert same(got, payload)
+    assert bool((reader().pool == 0xAA).all()), "they went through the pool"
+    assert [len(spans) for spans in reader().posted] == [2], "one batch, the small ones together"
+    assert got["large"].untyped_storage().nbytes() == 120_000
+
+
+def test_landing_in_the_results_takes_room_as_well(direct):
+    producer, consumer = direct
+    manifest = producer.publish("a", {"x": torch.ones(100_000)})
+    reader().read_failures = [TransferTimeoutError("late")]
+    with pytest.raises(TransferTimeoutError):
+        consumer.pull(manifest, timeout=0.05)
+    assert consumer.statistics().quarantined_nbytes >= 400_000
+    reader().reads[-1].is_settled = True
+    assert consumer.statistics().allocated_nbytes == 0
+    assert bool((consumer.pull(manifest)["x"] == 1).all())
+
+
+def test_broken_bytes_in_the_results_are_found(make_producer, make_consumer):
+    producer, consumer = make_producer(access="served", checksum="xxh3"), make_consumer()
+    reader().lands_anywhere = True
+    payload = {f"t{i}": torch.full((20_000,), float(i)) for i in range(3)}
+    manifest = producer.publish("a", payload)
+    assert same(consumer.pull(manifest, release=False), payload)
+    ticket = read_manifest(manifest).ticket
+    backend().slot(ticket)[90_000] ^= 1
+    with pytest.raises(IntegrityError, match="t1"):
+        consumer.pull(manifest)
+
+
+def test_a_borrow_lands_in_the_pool(direct):
+    producer, consumer = direct
+    with consumer.borrow(producer.publish("a", PAYLOAD)) as got:
+        assert same(got, PAYLOAD)
+        assert consumer.statistics().allocated_nbytes > 0

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorferry import layout, packing
+from tensorferry.backends.base import PeerOffer, SlotTicket
 from tensorferry.dtypes import SUPPORTED_DTYPES, dtype_to_str
 from tensorferry.layout import ALIGNMENT, MAX_GAP_NBYTES, Region
-from tensorferry.manifest import TensorSpec
+from tensorferry.manifest import Manifest, TensorSpec
+from tensorferry.orders import Order, Piece
 
 CPU = torch.device("cpu")
 
@@ -36,7 +38,13 @@ def describe(tensors, offsets):
     ]
 
 
-def round_trip(tensors, unpack=packing.unpack, *more):
+def order_of(specs):
+    slot = SlotTicket(0, 1, bytes(16), 0, 1)
+    manifest = Manifest("r", tuple(specs), None, PeerOffer(bytes(16), "x", b"", ()), slot, 1.0, 2.0)
+    return Order(manifest, None, specs, layout.regions(specs))
+
+
+def round_trip(tensors, unpack=Order.copies):
     """Pack into a slot in the middle of a pool and unpack what has bytes."""
     offsets, nbytes = layout.lay_out(one.nbytes for one in tensors)
     pool = torch.full((8192 + nbytes,), 0xAA, dtype=torch.uint8)
@@ -44,25 +52,22 @@ def round_trip(tensors, unpack=packing.unpack, *more):
     assert bytes(pool[:4096].numpy()) == b"\xaa" * 4096
     assert bytes(pool[4096 + nbytes :].numpy()) == b"\xaa" * 4096
     specs = describe(tensors, offsets)
-    found: dict[int, torch.Tensor] = {}
-    for region in layout.regions(specs):
-        memory = pool[4096 + region.start : 4096 + region.start + region.nbytes]
-        members = [specs[i] for i in region.members]
-        results = unpack(memory, members, [spec.offset - region.start for spec in members], *more)
-        found.update(zip(region.members, results, strict=True))
-    return found, pool
+    order = order_of(specs)
+    pieces = [
+        Piece(region, pool[4096 + region.start : 4096 + region.start + region.nbytes])
+        for region in order.regions
+    ]
+    return unpack(order, pieces, CPU), pool
 
 
 def check(tensors):
-    for unpack, more in ((packing.unpack, (CPU,)), (packing.carve, ())):
-        found, pool = round_trip(tensors, unpack, *more)
-        assert set(found) == {i for i, one in enumerate(tensors) if one.nbytes}
-        for i, got in found.items():
-            want = tensors[i]
+    for unpack in (Order.copies, Order.views):
+        results, pool = round_trip(tensors, unpack)
+        for got, want in zip(results, tensors, strict=True):
             assert (got.dtype, got.shape, bits(got)) == (want.dtype, want.shape, bits(want))
             assert got.is_contiguous()
             inside = pool.data_ptr() <= got.data_ptr() < pool.data_ptr() + pool.numel()
-            assert inside == (unpack is packing.carve)
+            assert inside == (unpack is Order.views and want.nbytes > 0)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
@@ -90,15 +95,15 @@ def test_tensors_without_bytes_take_no_room():
 def test_small_results_share_memory_and_large_ones_do_not():
     small = [torch.full((100,), float(i)) for i in range(10)]
     large = [torch.full((10_000,), float(i)) for i in range(3)]
-    found, _ = round_trip([*small, *large], packing.unpack, CPU)
+    found, _ = round_trip([*small, *large])
     storages = [found[i].untyped_storage() for i in range(13)]
     assert len({storage.data_ptr() for storage in storages}) == 4
     assert [storage.nbytes() for storage in storages[10:]] == [40_000] * 3
 
 
 def test_one_small_result_keeps_no_more_than_a_chunk():
-    found, _ = round_trip([torch.full((2000,), float(i)) for i in range(1000)], packing.unpack, CPU)
-    assert max(one.untyped_storage().nbytes() for one in found.values()) <= 1 << 20
+    found, _ = round_trip([torch.full((2000,), float(i)) for i in range(1000)])
+    assert max(one.untyped_storage().nbytes() for one in found) <= 1 << 20
 
 
 def test_results_above_the_huge_page_limit():

@@ -223,6 +223,16 @@ NB_MODULE(_transport, m) {
           },
           "index"_a, "generation"_a, "token"_a, "offset"_a, "nbytes"_a, "spans"_a, "destination"_a)
       .def(
+          "read_served_into",
+          [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
+             std::uint64_t offset, std::uint64_t nbytes, const std::vector<SpanTuple>& spans,
+             const std::vector<std::shared_ptr<tf::Memory>>& memories) {
+            return self.read_served_into(ticket_of(index, generation, token, offset, nbytes), spans_of(spans),
+                                         memories);
+          },
+          "index"_a, "generation"_a, "token"_a, "offset"_a, "nbytes"_a, "spans"_a, "memories"_a,
+          "The caller keeps what the memories borrow alive until the read is settled.")
+      .def(
           "read_remote",
           [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
              std::uint64_t offset, std::uint64_t nbytes, const std::vector<SpanTuple>& spans,

@@ -33,7 +33,7 @@ std::shared_ptr<Read> Endpoint::hello(const Identifier& uid) {
   header.token = uid;
   const bool posted = worker_->post([worker = worker_.get(), connection = connection_, read, header] {
     worker->begin(read, connection, 1);
-    worker->request(read, header, nullptr);
+    worker->request(read, header, nullptr, UCS_MEMORY_TYPE_HOST);
   });
   if (!posted) read->abandon(kClosed);
   return read;
@@ -41,28 +41,52 @@ std::shared_ptr<Read> Endpoint::hello(const Identifier& uid) {
 
 std::shared_ptr<Read> Endpoint::read_served(const Ticket& ticket, const std::vector<Span>& spans,
                                             std::shared_ptr<MemoryRegion> destination) {
+  if (destination == nullptr && !spans.empty()) throw Error(kAccessRefused, "there is no landing memory");
+  std::vector<std::uint8_t*> targets;
+  for (const Span& span : spans) {
+    Read::check(ticket, span, destination->nbytes());
+    targets.push_back(destination->data() + span.destination);
+  }
+  const ucs_memory_type_t type = destination ? destination->memory_type() : UCS_MEMORY_TYPE_HOST;
+  auto read = std::make_shared<Read>(worker_, std::move(destination));
+  request_all(read, ticket, spans, std::move(targets), type);
+  return read;
+}
+
+std::shared_ptr<Read> Endpoint::read_served_into(const Ticket& ticket, const std::vector<Span>& spans,
+                                                 std::vector<std::shared_ptr<Memory>> memories) {
+  if (memories.size() != spans.size()) throw Error(kAccessRefused, "every span needs a memory of its own");
+  std::vector<std::uint8_t*> targets;
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    Read::check(ticket, spans[i], memories[i]->nbytes());
+    targets.push_back(memories[i]->data() + spans[i].destination);
+  }
+  auto read = std::make_shared<Read>(worker_, nullptr);
+  read->memories_ = std::move(memories);
+  request_all(read, ticket, spans, std::move(targets), UCS_MEMORY_TYPE_HOST);
+  return read;
+}
+
+void Endpoint::request_all(const std::shared_ptr<Read>& read, const Ticket& ticket, const std::vector<Span>& spans,
+                           std::vector<std::uint8_t*> targets, ucs_memory_type_t type) {
   ReadRequest header{};
   header.protocol = kProtocol;
   header.kind = ReadKind::kData;
   header.index = ticket.index;
   header.generation = ticket.generation;
   header.token = ticket.token;
-  std::uint8_t* base = destination ? destination->data() : nullptr;
-  auto read = std::make_shared<Read>(worker_, std::move(destination));
-  read->check(ticket, spans);
-  const bool posted = worker_->post([worker = worker_.get(), connection = connection_, read, header, spans, base] {
-    const std::size_t operations = spans.empty() ? 1 : spans.size();
-    worker->begin(read, connection, operations);
-    if (spans.empty()) worker->request(read, header, nullptr);
-    for (const Span& span : spans) {
-      ReadRequest request = header;
-      request.source = span.source;
-      request.nbytes = span.nbytes;
-      worker->request(read, request, base + span.destination);
-    }
-  });
+  const bool posted = worker_->post(
+      [worker = worker_.get(), connection = connection_, read, header, spans, targets = std::move(targets), type] {
+        worker->begin(read, connection, spans.empty() ? 1 : spans.size());
+        if (spans.empty()) worker->request(read, header, nullptr, type);  // validates the ticket only
+        for (std::size_t i = 0; i < spans.size(); ++i) {
+          ReadRequest request = header;
+          request.source = spans[i].source;
+          request.nbytes = spans[i].nbytes;
+          worker->request(read, request, targets[i], type);
+        }
+      });
   if (!posted) read->abandon(kClosed);
-  return read;
 }
 
 std::shared_ptr<Read> Endpoint::read_remote(const Ticket& ticket, const std::vector<Span>& spans,
@@ -73,8 +97,8 @@ std::shared_ptr<Read> Endpoint::read_remote(const Ticket& ticket, const std::vec
   if (!pool->covers(ticket.offset, ticket.nbytes) || !control->covers(word, sizeof(std::uint64_t))) {
     throw Error(kAccessRefused, "the ticket leaves the peer's memory");
   }
+  for (const Span& span : spans) Read::check(ticket, span, destination->nbytes());
   auto read = std::make_shared<Read>(worker_, std::move(destination));
-  read->check(ticket, spans);
   read->expected_word_ = ticket.generation;
   read->word_key_ = control;
   read->word_address_ = control->address + word;

@@ -135,9 +135,8 @@ ucs_status_t Worker::on_reply(void* argument, const void* header, std::size_t he
 }
 
 ucs_status_t Worker::receive(const ServedRead& served, void* data, std::uint64_t attributes) {
-  const ucs_memory_type_t type = served.read->destination_->memory_type();
   const bool rendezvous = (attributes & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-  if (!rendezvous && type == UCS_MEMORY_TYPE_HOST) {
+  if (!rendezvous && served.type == UCS_MEMORY_TYPE_HOST) {
     std::memcpy(served.destination, data, served.nbytes);
     end_operation(served.read, 0);
     return UCS_OK;
@@ -149,7 +148,7 @@ ucs_status_t Worker::receive(const ServedRead& served, void* data, std::uint64_t
   auto receiving = std::make_unique<Receiving>(Receiving{this, served.read});
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  params.memory_type = type;
+  params.memory_type = served.type;
   params.user_data = receiving.get();
   params.cb.recv_am = [](void* request, ucs_status_t status, std::size_t, void* argument) {
     const std::unique_ptr<Receiving> ended(static_cast<Receiving*>(argument));

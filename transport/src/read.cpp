@@ -12,13 +12,10 @@ namespace tensorferry::transport {
 Read::Read(const std::shared_ptr<Worker>& worker, std::shared_ptr<MemoryRegion> destination)
     : worker_(worker), library_(worker->library()), destination_(std::move(destination)) {}
 
-void Read::check(const Ticket& ticket, const std::vector<Span>& spans) const {
-  const std::uint64_t room = destination_ ? destination_->nbytes() : 0;
-  for (const Span& span : spans) {
-    const bool in_slot = span.source <= ticket.nbytes && span.nbytes <= ticket.nbytes - span.source;
-    const bool in_pool = span.destination <= room && span.nbytes <= room - span.destination;
-    if (!in_slot || !in_pool) throw Error(kAccessRefused, "a span leaves the slot or the landing memory");
-  }
+void Read::check(const Ticket& ticket, const Span& span, std::uint64_t room) {
+  const bool in_slot = span.source <= ticket.nbytes && span.nbytes <= ticket.nbytes - span.source;
+  const bool in_memory = span.destination <= room && span.nbytes <= room - span.destination;
+  if (!in_slot || !in_memory) throw Error(kAccessRefused, "a span leaves the slot or the landing memory");
 }
 
 bool Read::wait_for(std::chrono::nanoseconds timeout) {
@@ -72,11 +69,12 @@ void Worker::begin(const std::shared_ptr<Read>& read, const std::shared_ptr<Conn
   connection->reads.insert(read);
 }
 
-void Worker::request(const std::shared_ptr<Read>& read, ReadRequest header, std::uint8_t* destination) {
+void Worker::request(const std::shared_ptr<Read>& read, ReadRequest header, std::uint8_t* destination,
+                     ucs_memory_type_t type) {
   if (read->connection_->handle == nullptr) return end_operation(read, read->connection_->failure.load());
   // The number is random, so that a peer cannot answer in place of another.
   header.request = random_word();
-  served_.emplace(header.request, ServedRead{read, destination, header.nbytes});
+  served_.emplace(header.request, ServedRead{read, destination, header.nbytes, type});
   read->requests_.push_back(header.request);
   send(read->connection_->handle, kReadMessage, &header, sizeof header, UCP_AM_SEND_FLAG_REPLY, {},
        [this, read, id = header.request](int status) {

@@ -24,9 +24,8 @@ namespace {
 constexpr std::chrono::microseconds kSpin{200};
 
 // Where there are few CPUs, the threads of two processes on one host often end up on the same one and
-// take turns instead of working side by side: on two CPUs a read of 16 MiB over tcp took 3 ms or 9,
-// by chance, and 3.5 always with this.  So serving threads keep to every other CPU there, and reading
-// threads to the rest.
+// take turns instead of working side by side, which made reads of 16 MiB two to three times as long.
+// So serving threads keep to every other CPU there, and reading threads to the rest.
 void keep_to_half_of_few_cpus(unsigned parity) {
   constexpr int kFew = 8;
   cpu_set_t allowed;

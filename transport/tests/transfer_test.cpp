@@ -119,6 +119,27 @@ TEST_CASE("a batch reads several spans, and none at all") {
   CHECK(outcome(consumer.endpoint->read_served(ticket, {}, consumer.region)) == kLeaseExpired);
 }
 
+TEST_CASE("served reads land in memory that is registered with nobody") {
+  Producer producer;
+  Consumer consumer(producer);
+  const Ticket ticket = producer.table->admit(0, 1 << 20, 60s);
+  std::vector<std::uint8_t> small(100, 0xee);
+  std::vector<std::uint8_t> large(700001, 0xee);
+  const auto lent = [](std::vector<std::uint8_t>& bytes) { return Memory::borrow(bytes.data(), bytes.size()); };
+  const auto read =
+      consumer.endpoint->read_served_into(ticket, {{7, 0, 99}, {1000, 1, 700000}}, {lent(small), lent(large)});
+  REQUIRE(outcome(read) == 0);
+  REQUIRE(settles(read));
+  CHECK(std::memcmp(small.data(), producer.memory->data() + 7, 99) == 0);
+  CHECK(std::memcmp(large.data() + 1, producer.memory->data() + 1000, 700000) == 0);
+  CHECK(small[99] == 0xee);
+  CHECK(large[0] == 0xee);
+  CHECK_THROWS_AS(consumer.endpoint->read_served_into(ticket, {{0, 0, 101}}, {lent(small)}), Error);
+  CHECK_THROWS_AS(consumer.endpoint->read_served_into(ticket, {{0, 100, 1}}, {lent(small)}), Error);
+  CHECK_THROWS_AS(consumer.endpoint->read_served_into(ticket, {{1 << 20, 0, 1}}, {lent(small)}), Error);
+  CHECK_THROWS_AS(consumer.endpoint->read_served_into(ticket, {{0, 0, 1}}, {}), Error);
+}
+
 TEST_CASE("a served read of one's own making is refused and the producer lives on") {
   Producer producer;
   Consumer consumer(producer);

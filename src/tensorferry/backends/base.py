@@ -207,6 +207,26 @@ class Connection(ABC):
             PeerLostError: The connection is broken.
         """
 
+    @property
+    @abstractmethod
+    def lands_anywhere(self) -> bool:
+        """Whether :meth:`read_into` works, at no more cost than landing in the pool."""
+
+    @abstractmethod
+    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
+        """Post reads from the slot straight into the caller's memory, all of them as one batch.
+
+        Args:
+            ticket: Of the slot.
+            sources: First byte of each range, inside the slot.
+            memories: Flat uint8 tensors on the CPU, one for each range and as long as it.  The
+                :class:`Read` keeps them alive; whoever gives it up keeps the read until it is settled.
+
+        Raises:
+            UsageError: A range leaves the slot, or this connection lands in the pool only.
+            PeerLostError: The connection is broken.
+        """
+
     @abstractmethod
     def view(self, ticket: SlotTicket) -> torch.Tensor:
         """Return a uint8 view of the slot in the producer's own memory (``mapped`` only).

@@ -181,9 +181,10 @@ class UcxExportedPool(ExportedPool):
 
 
 class _UcxRead(Read):
-    def __init__(self, read: _transport.Read, action: str) -> None:
+    def __init__(self, read: _transport.Read, action: str, memories: Sequence[object] = ()) -> None:
         self._read = read
         self._action = action
+        self._memories = memories  # alive as long as UCX may write to them
 
     def wait(self, timeout: float) -> None:
         with native_errors(self._action):
@@ -210,11 +211,14 @@ class _EndpointConnection(Connection):
         endpoint: _transport.Endpoint,
         destination: _transport.MemoryRegion | None,
         keys: tuple[_transport.RemoteKey, _transport.RemoteKey] | None = None,
+        *,
+        lands_anywhere: bool = False,
     ) -> None:
         self._access: Access = access
         self._endpoint = endpoint
         self._destination = destination
         self._keys = keys
+        self._lands_anywhere = lands_anywhere
 
     @property
     def access(self) -> Access:
@@ -237,6 +241,25 @@ class _EndpointConnection(Connection):
         except _transport.TransportError as error:
             raise UsageError(f"reading a slot: {error}") from error
         return _UcxRead(read, f"{self._access} read of {sum(span.nbytes for span in wanted)} bytes")
+
+    @property
+    def lands_anywhere(self) -> bool:
+        return self._lands_anywhere
+
+    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
+        if not self._lands_anywhere:
+            raise UsageError(f"this {self._access!r} connection lands in the pool only")
+        if self.broken:
+            raise PeerLostError("the connection is lost", scope="peer", status=self._endpoint.failure)
+        native = [_transport.Memory.borrow(one.data_ptr(), one.numel(), owner=one) for one in memories]
+        spans = [(source, 0, one.numel()) for source, one in zip(sources, memories, strict=True)]
+        try:
+            read = self._endpoint.read_served_into(
+                *_slot(ticket), ticket.offset, ticket.nbytes, spans, native
+            )
+        except _transport.TransportError as error:
+            raise UsageError(f"reading a slot: {error}") from error
+        return _UcxRead(read, f"served read of {sum(nbytes for *_, nbytes in spans)} bytes", native)
 
     def view(self, ticket: SlotTicket) -> torch.Tensor:
         raise UsageError(f"access {self._access!r} gives no views of the producer's memory")
@@ -399,7 +422,9 @@ class UcxReader(Reader):
                 scope="peer",
                 status=error.status,
             ) from error
-        return _EndpointConnection(offer.access, endpoint, region, keys)
+        # Over tcp bytes are copied to where they go; a device would have to register that memory first.
+        anywhere = offer.access == "served" and self._device.type == "cpu" and not self._rdma
+        return _EndpointConnection(offer.access, endpoint, region, keys, lands_anywhere=anywhere)
 
     def _unpack(
         self, endpoint: _transport.Endpoint, key: bytes

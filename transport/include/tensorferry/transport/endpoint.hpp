@@ -34,6 +34,11 @@ class Endpoint {
   std::shared_ptr<Read> read_served(const Ticket& ticket, const std::vector<Span>& spans,
                                     std::shared_ptr<MemoryRegion> destination);
 
+  // The same into host memory that is registered with nobody: span i lands in memories[i], which the
+  // read keeps alive.  For transports that receive by copying, such as tcp.
+  std::shared_ptr<Read> read_served_into(const Ticket& ticket, const std::vector<Span>& spans,
+                                         std::vector<std::shared_ptr<Memory>> memories);
+
   // Reads the spans by one-sided gets, then the slot's generation word, which must match.
   std::shared_ptr<Read> read_remote(const Ticket& ticket, const std::vector<Span>& spans,
                                     std::shared_ptr<MemoryRegion> destination, std::shared_ptr<const RemoteKey> pool,
@@ -49,6 +54,9 @@ class Endpoint {
   void close(std::chrono::nanoseconds timeout);
 
  private:
+  void request_all(const std::shared_ptr<Read>& read, const Ticket& ticket, const std::vector<Span>& spans,
+                   std::vector<std::uint8_t*> targets, ucs_memory_type_t type);
+
   std::shared_ptr<Worker> worker_;
   std::shared_ptr<Connection> connection_;
 };

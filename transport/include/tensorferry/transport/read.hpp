@@ -48,8 +48,8 @@ class Read : public std::enable_shared_from_this<Read> {
   friend class Worker;
   friend class Endpoint;
 
-  // Throws Error(kAccessRefused) for a span that leaves the slot or the destination.
-  void check(const Ticket& ticket, const std::vector<Span>& spans) const;
+  // Throws Error(kAccessRefused) if the span leaves the slot, or memory of `room` bytes.
+  static void check(const Ticket& ticket, const Span& span, std::uint64_t room);
 
   // Ends the batch for the caller; false if it had ended before.
   bool finish(int status);
@@ -59,6 +59,7 @@ class Read : public std::enable_shared_from_this<Read> {
   const std::weak_ptr<Worker> worker_;
   const Library& library_;
   const std::shared_ptr<MemoryRegion> destination_;
+  std::vector<std::shared_ptr<Memory>> memories_;  // or these, one for each span
   // Progress thread only, once the batch is posted.
   std::shared_ptr<Connection> connection_;
   std::size_t outstanding_ = 0;

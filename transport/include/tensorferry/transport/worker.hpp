@@ -67,6 +67,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
     std::shared_ptr<Read> read;
     std::uint8_t* destination;
     std::uint64_t nbytes;
+    ucs_memory_type_t type;
   };
 
   explicit Worker(std::shared_ptr<Context> context);
@@ -91,7 +92,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   // Progress thread: reads.
   void begin(const std::shared_ptr<Read>& read, const std::shared_ptr<Connection>& connection, std::size_t operations);
-  void request(const std::shared_ptr<Read>& read, ReadRequest header, std::uint8_t* destination);
+  void request(const std::shared_ptr<Read>& read, ReadRequest header, std::uint8_t* destination,
+               ucs_memory_type_t type);
   void get(const std::shared_ptr<Read>& read, void* destination, std::uint64_t nbytes, std::uint64_t address,
            const RemoteKey& key, ucs_memory_type_t type);
   void end_operation(const std::shared_ptr<Read>& read, int status);
