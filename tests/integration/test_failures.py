@@ -62,19 +62,31 @@ def test_a_revoked_publication_is_gone(mode):
 
 
 def test_a_slot_stays_until_its_readers_have_finished(mode):
-    """Pull and revoke at once, over and over: whole data of the right request, or an error."""
+    """Pull, revoke and publish anew into the same memory: whole data of the right request, or an error."""
     mode.producer.call(peers.open_producer, "32MiB", access=mode.access)
+    mode.producer.call(prepare, 30 * MIB)
     outcomes = {"": 0, "LeaseExpiredError": 0}
     for turn in range(20):
         manifest = mode.producer.call(peers.publish, "a", payloads.of_size, 30 * MIB, turn, timeout=10)
         mode.consumer.start(peers.pull_and_compare, manifest, payloads.of_size, 30 * MIB, turn)
         time.sleep(turn / 1000)
-        mode.producer.call(peers.revoke, "a")
+        mode.producer.call(replace)
         try:
             outcomes[mode.consumer.result()] += 1
         except peers.RemoteError as error:
             outcomes[error.kind] += 1
     assert sum(outcomes.values()) == 20
+
+
+def prepare(namespace, nbytes):
+    namespace.other = payloads.of_size(nbytes, 1000)
+
+
+def replace(namespace):
+    """Take "a" back and publish into the one slot that the pool has room for."""
+    namespace.producer.revoke("a")
+    namespace.producer.publish("b", namespace.other, timeout=10)
+    namespace.producer.revoke("b")
 
 
 # Peers that are lost

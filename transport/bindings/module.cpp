@@ -95,6 +95,14 @@ bool wait(tf::Read& read, double timeout) {
   }
 }
 
+// Endpoint.release() and reject().
+auto notify(tf::NotificationKind kind) {
+  return [kind](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
+                const nb::bytes& consumer) {
+    self.notify(kind, ticket_of(index, generation, token, 0, 0), identifier_of(consumer));
+  };
+}
+
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 }  // namespace
@@ -251,22 +259,8 @@ NB_MODULE(_transport, m) {
             return std::const_pointer_cast<tf::RemoteKey>(self.unpack(packed, address, nbytes));
           },
           "key"_a, "address"_a, "nbytes"_a)
-      .def(
-          "release",
-          [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
-             const nb::bytes& consumer) {
-            self.notify(tf::NotificationKind::kRelease, ticket_of(index, generation, token, 0, 0),
-                        identifier_of(consumer));
-          },
-          "index"_a, "generation"_a, "token"_a, "consumer"_a)
-      .def(
-          "reject",
-          [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
-             const nb::bytes& consumer) {
-            self.notify(tf::NotificationKind::kReject, ticket_of(index, generation, token, 0, 0),
-                        identifier_of(consumer));
-          },
-          "index"_a, "generation"_a, "token"_a, "consumer"_a)
+      .def("release", notify(tf::NotificationKind::kRelease), "index"_a, "generation"_a, "token"_a, "consumer"_a)
+      .def("reject", notify(tf::NotificationKind::kReject), "index"_a, "generation"_a, "token"_a, "consumer"_a)
       .def(
           "close", [](tf::Endpoint& self, double timeout) { self.close(duration(timeout)); }, "timeout"_a,
           ReleaseGil());
