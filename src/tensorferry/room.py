@@ -159,17 +159,16 @@ class Room:
                 self.give_back(loan)
             raise
         with self._lock:
+            if waiter.loan is not None:
+                return waiter.loan
             state, figures = self._state(waiter.nbytes), self._figures(waiter.nbytes)
-            loan = self._leave(waiter)
-            if loan is None:
-                self._check_open()
-        if loan is None:
-            raise PoolTimeoutError(
-                f"no room for {waiter.borrower} within {deadline.timeout:g} seconds: {state}. "
-                f"Release publications sooner, make the pool larger, or wait longer",
-                **figures,
-            )
-        return loan
+            self._leave(waiter)
+            self._check_open()
+        raise PoolTimeoutError(
+            f"no room for {waiter.borrower} within {deadline.timeout:g} seconds: {state}. "
+            f"Release publications sooner, make the pool larger, or wait longer",
+            **figures,
+        )
 
     # The methods below need the lock.
 
