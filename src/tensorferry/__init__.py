@@ -37,6 +37,8 @@ from tensorferry.errors import (
 from tensorferry.manifest import Manifest, read_manifest
 from tensorferry.metrics import ConsumerStatistics, ProducerStatistics
 from tensorferry.producer import Producer
+from tensorferry.request import Request
+from tensorferry.reservation import Reservation
 
 try:
     __version__ = version("tensorferry")
@@ -68,6 +70,8 @@ __all__ = [
     "ProtocolError",
     "RegistrationError",
     "RemoteAccessError",
+    "Request",
+    "Reservation",
     "SlotHandle",
     "StaleHandleError",
     "TensorferryError",

@@ -126,6 +126,18 @@ class SlotTable:
 class RemoteKey:
     """What opens a peer's memory on one endpoint."""
 
+class CompletionQueue:
+    """Numbers of what happened to reads, for one thread."""
+
+    def __init__(self) -> None: ...
+
+    def take(self, timeout: float) -> list[int]:
+        """
+        Waits; returns all numbers there are, none on timeout and after wake().
+        """
+
+    def wake(self) -> None: ...
+
 class Read:
     """A batch of reads posted as one."""
 
@@ -133,6 +145,9 @@ class Read:
         """True once all bytes are here, False when the time is up first."""
 
     def abandon(self, status: int) -> None: ...
+
+    def watch(self, queue: CompletionQueue, number: int) -> None:
+        """Pushes the number once wait() would not wait any more."""
 
     @property
     def settled(self) -> bool: ...

@@ -28,11 +28,11 @@ class Deadline:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self._end = time.monotonic() + timeout
+        self.end = time.monotonic() + timeout
 
     def remaining(self) -> float:
         """Return the seconds that are left, never less than 0."""
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self.end - time.monotonic())
 
 
 def as_nbytes(size: int | str, what: str) -> int:

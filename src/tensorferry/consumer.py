@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from tensorferry import arguments, wire
+from tensorferry import arguments, steps, wire
 from tensorferry.arguments import Deadline
 from tensorferry.backends import registry
 from tensorferry.errors import UsageError
@@ -18,8 +18,9 @@ from tensorferry.manifest import decode_manifest
 from tensorferry.metrics import ConsumerStatistics
 from tensorferry.orders import Order
 from tensorferry.ownership import Closer, Lifetime
-from tensorferry.payload import unflatten
 from tensorferry.receiving import Receiver
+from tensorferry.request import Request
+from tensorferry.streams import current_stream
 
 ACCESSES = ("auto", "served", "rdma", "mapped")
 
@@ -146,11 +147,50 @@ class Consumer:
         is still held for this consumer until its lease runs out: pull again, or ``reject`` it.
         """
         deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
-        with self._lifetime.use(), self._receiver.counting_failures():
-            order = self._order(manifest, names)
-            place = self._device if device is None else arguments.as_device(device)
-            tensors = self._receiver.pull(order, place, stream, deadline, release=release)
-            return unflatten(order.structure, tensors)
+        order, place = self._prepare(manifest, names, device)
+        return steps.run(self._receiver.pull(order, place, stream, deadline, release=release))
+
+    def start_pull(
+        self,
+        manifest: ManifestBytes,
+        *,
+        device: torch.device | str | None = None,
+        names: Sequence[str] | None = None,
+        stream: torch.cuda.Stream | None = None,
+        timeout: float = 30.0,
+        release: bool = True,
+    ) -> Request[dict[str, Any]]:
+        """Start a :meth:`pull` and return at once; any number may be under way.
+
+        All of them are driven by one thread of this consumer, which also makes the last copies,
+        one after another.
+
+        Args:
+            manifest: As for :meth:`pull`, and so are the others.
+            device: Where the results go.
+            names: Top-level names of the payload.
+            stream: CUDA stream for the copies, instead of the current one of the calling thread.
+            timeout: Seconds for all of it, from now on.
+            release: Whether the slot is given back.
+
+        Returns:
+            The request: ``result()`` waits for the tensors, ``await`` does in an event loop, and
+            ``cancel()`` gives it up.
+
+        Raises:
+            ManifestError: The manifest is malformed or out of bounds.
+            VersionError: It was written for another major version.
+            AuthenticationError: The key and its MAC do not belong together.
+            UsageError: An argument is out of range, or ``names`` has a name that is not there.
+            ClosedError: The consumer is closed.
+            ForkedProcessError: The consumer belongs to the parent process.
+
+        What else :meth:`pull` raises is raised by the request's ``result``.
+        """
+        deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
+        order, place = self._prepare(manifest, names, device)
+        pull = self._receiver.pull(order, place, stream or current_stream(place), deadline, release=release)
+        return Request(self, self._lifetime, self._receiver.dispatcher, pull, deadline, f"pull of {order}")
 
     @contextmanager
     def borrow(
@@ -203,8 +243,8 @@ class Consumer:
             )
         with self._receiver.counting_failures():
             order = self._order(manifest, names)
-        with self._receiver.borrow(order, place, deadline, release=release) as tensors:
-            yield unflatten(order.structure, tensors)
+        with self._receiver.lend(order, place, deadline, release=release) as tensors:
+            yield tensors
 
     def release(self, manifest: ManifestBytes) -> None:
         """Give a slot back, after a pull with ``release=False`` or without any.
@@ -281,6 +321,13 @@ class Consumer:
             return
         self._receiver.close(seconds)
         self._closer.done()
+
+    def _prepare(
+        self, manifest: ManifestBytes, names: Sequence[str] | None, device: torch.device | str | None
+    ) -> tuple[Order, torch.device]:
+        with self._lifetime.use(), self._receiver.counting_failures():
+            place = self._device if device is None else arguments.as_device(device)
+            return self._order(manifest, names), place
 
     def _order(self, manifest: ManifestBytes, names: Sequence[str] | None) -> Order:
         if isinstance(names, str):

@@ -10,6 +10,7 @@ import torch
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import Read
 from tensorferry.room import Loan, Room
+from tensorferry.steps import Steps
 
 BLOCK_NBYTES = 4096
 
@@ -43,11 +44,16 @@ class Landing:
             return sum(loan.nbytes for _, loan in self._quarantine)
 
     @property
+    def is_short(self) -> bool:
+        """Whether calls wait for room while some of it is in quarantine, which nobody reports the end of."""
+        return bool(self._quarantine) and self._room.waiters > 0
+
+    @property
     def waiters(self) -> int:
         """How many calls wait for room."""
         return self._room.waiters
 
-    def take(self, nbytes: int, borrower: str, deadline: Deadline) -> Loan:
+    def take(self, nbytes: int, borrower: str, deadline: Deadline) -> Steps[Loan]:
         """Lend memory, first come first served.
 
         Args:
@@ -60,7 +66,7 @@ class Landing:
             PoolTimeoutError: There was no room in time.
             ClosedError: The consumer was closed before or meanwhile.
         """
-        return self._room.take(nbytes, borrower, deadline.remaining())
+        return self._room.take(nbytes, borrower, deadline)
 
     def memory(self, loan: Loan) -> torch.Tensor:
         """Return the memory of a loan."""

@@ -79,6 +79,22 @@ def _copy_in(target: torch.Tensor, source: torch.Tensor) -> None:
     _as_integers(typed).copy_(_as_integers(source), non_blocking=source.device.type == "cuda")
 
 
+def clear_gaps(slot: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    """Zero what lies between tensors: a slot's readers must not see what was there before.
+
+    Args:
+        slot: Flat uint8 tensor; on a CUDA device the writes are only queued.
+        offsets: First byte of each tensor in the slot.
+        sizes: Bytes of each tensor; those without bytes have no place.
+    """
+    end = 0
+    for offset, nbytes in sorted(zip(offsets, sizes, strict=True)):
+        if nbytes:
+            if offset > end:
+                slot[end:offset].zero_()
+            end = offset + nbytes
+
+
 def copy_out(memory: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a flat uint8 tensor; copies that involve a CUDA device are only queued."""
     if memory.device.type == source.device.type == "cpu":

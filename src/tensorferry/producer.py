@@ -3,42 +3,30 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
-from tensorferry import arguments, layout, packing, wire
+from tensorferry import arguments, layout, steps, wire
+from tensorferry.arguments import Deadline
 from tensorferry.backends import registry
-from tensorferry.dtypes import dtype_to_str
 from tensorferry.errors import UsageError
-from tensorferry.manifest import Checksum, Manifest, TensorSpec, encode_manifest
+from tensorferry.manifest import Checksum
 from tensorferry.metadata import plain_metadata
 from tensorferry.metrics import ProducerStatistics
 from tensorferry.ownership import Closer, Lifetime
-from tensorferry.payload import Structure, flatten
-from tensorferry.publications import Publications
-from tensorferry.room import Loan, Room
-from tensorferry.streams import completed_copies
+from tensorferry.publishing import Placed, Publisher, Terms, place
+from tensorferry.request import Request
+from tensorferry.reservation import Reservation, as_size
+from tensorferry.room import Room
+from tensorferry.streams import queued_work
 from tensorferry.validation import MAX_CONSUMERS, MAX_NAME_NBYTES
 
 ACCESSES = ("auto", "served", "rdma", "mapped")
 
 _SLOTS = (256, 65536)  # fewest and most publications that may live at a time
-
-
-class _Payload(NamedTuple):
-    """A payload that was checked and laid out, before anything is copied."""
-
-    structure: Structure
-    paths: list[str]
-    tensors: list[torch.Tensor]
-    sizes: list[int]
-    offsets: list[int]
-    nbytes: int
 
 
 class Producer:
@@ -85,16 +73,15 @@ class Producer:
     ) -> None:
         nbytes = arguments.as_nbytes(pool_size, "pool_size")
         self._lease = arguments.as_seconds(lease, "lease", positive=True)
-        self._key = wire.as_key(key)
+        secret = wire.as_key(key)
         self._name = arguments.as_name(name)
         if checksum not in (None, "xxh3"):
             raise UsageError(f"checksum is None or 'xxh3', not {checksum!r}")
-        self._checksum: Checksum | None = checksum
         self._block_size = _as_block_size(min_block_size, nbytes)
         self._device = arguments.as_device(device)
         slots = min(max(nbytes // self._block_size, _SLOTS[0]), _SLOTS[1])
         what = "a Producer" if name is None else f"Producer {name!r}"
-        self._room = Room(nbytes, self._block_size, owner=what, max_loans=slots)
+        room = Room(nbytes, self._block_size, owner=what, max_loans=slots)
         with torch.inference_mode(False):  # else the pool could not be written outside of it
             pool = registry.export_pool(
                 backend,
@@ -105,14 +92,17 @@ class Producer:
                 slots=slots,
             )
         self._lifetime = Lifetime(what)
-        self._publications = Publications(pool, self._room, self._lifetime, self._lease)
-        self._pool = pool.pool
+        self._publisher = Publisher(
+            pool,
+            room,
+            self._lifetime,
+            lease=self._lease,
+            key=secret,
+            checksum=checksum,
+            name=self._name,
+        )
         self._pool_nbytes = nbytes
-        self._peer = pool.peer
-        self._counting = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._closer = Closer(self, self._lifetime, self._publications.close)
+        self._closer = Closer(self, self._lifetime, self._publisher.close)
 
     def __repr__(self) -> str:
         state = " closed" if self._lifetime.closed else ""
@@ -167,13 +157,93 @@ class Producer:
 
         After any error nothing is published and no room is held.
         """
+        terms, placed, wait = self._prepare(request_id, tensors, metadata, consumers, lease, stream, timeout)
+        return steps.run(self._publisher.publish(terms, placed, wait))
+
+    def start_publish(
+        self,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        consumers: int = 1,
+        lease: float | None = None,
+        stream: torch.cuda.Stream | None = None,
+        timeout: float = 0,
+    ) -> Request[bytes]:
+        """Start a :meth:`publish` and return at once; any number may wait for room.
+
+        All of them are driven by one thread of this producer, which also makes the copies, one
+        after another.  The tensors must not be changed until the request has ended.
+
+        Args:
+            request_id: As for :meth:`publish`, and so are the others.
+            tensors: What to publish.
+            metadata: Plain values that travel in the manifest.
+            consumers: How many consumers must release it.
+            lease: Seconds for which it is kept, from its publication on.
+            stream: CUDA stream for the copies.
+            timeout: Seconds to wait for room, from now on.
+
+        Returns:
+            The request: ``result()`` waits for the manifest, ``await`` does in an event loop, and
+            ``cancel()`` gives it up.
+
+        Raises:
+            UsageError: An object cannot be sent (the message names its path), or an argument is
+                out of range.
+            ClosedError: The producer is closed.
+            ForkedProcessError: The producer belongs to the parent process.
+
+        What else :meth:`publish` raises is raised by the request's ``result``.
+        """
+        terms, placed, wait = self._prepare(request_id, tensors, metadata, consumers, lease, stream, timeout)
+        devices = {self._device, *(tensor.device for tensor in placed.tensors)}
+        terms = replace(terms, after=queued_work(devices, stream))
+        publisher = self._publisher
+        return Request(
+            self,
+            self._lifetime,
+            publisher.dispatcher,
+            publisher.publish(terms, placed, wait),
+            wait or Deadline(0.0),
+            f"publish of {request_id!r}",
+        )
+
+    def reserve(
+        self,
+        request_id: str,
+        size: int | str | Mapping[str, Any],
+        *,
+        timeout: float = 0,
+    ) -> Reservation:
+        """Take a slot to compute into, which is published without a copy.
+
+        Args:
+            request_id: Names the publication to come; at most 4096 bytes.
+            size: Bytes of the slot, or text like ``"64MiB"``, in which each tensor starts at a
+                multiple of 64; or a mapping from names to ``(shape, dtype)`` or to tensors of that
+                shape and dtype (on the device ``"meta"``, say), which are made at once.
+            timeout: Seconds to wait for room, first come first served; 0 does not wait.
+
+        Raises:
+            UsageError: An argument is out of range, or ``request_id`` is published or reserved.
+            PayloadTooLargeError: It would not fit into the empty pool.
+            PoolExhaustedError: There is no room now, and ``timeout`` is 0.
+            PoolTimeoutError: There was no room within ``timeout`` seconds.
+            ClosedError: The producer was closed before or meanwhile.
+            ForkedProcessError: The producer belongs to the parent process.
+
+        After an error nothing is reserved.
+        """
         with self._lifetime.use():
-            try:
-                return self._publish(request_id, tensors, metadata, consumers, lease, stream, timeout)
-            except BaseException:
-                with self._counting:
-                    self._counts["failed_publishes"] += 1
-                raise
+            _check_request(request_id, 1)
+            nbytes, specs = as_size(size)
+            held = steps.run(self._publisher.hold(request_id, nbytes, _wait(timeout)))
+            reservation = Reservation(self._publisher, self._lifetime, held, self._terms)
+            for name, (shape, dtype) in specs.items():
+                reservation.empty(name, shape, dtype)
+            return reservation
 
     def revoke(self, request_id: str) -> bool:
         """Take a publication back.
@@ -192,7 +262,7 @@ class Producer:
             ForkedProcessError: The producer belongs to the parent process.
         """
         with self._lifetime.use():
-            return self._publications.revoke(request_id)
+            return self._publisher.publications.revoke(request_id)
 
     def wait_released(self, request_id: str, timeout: float) -> bool:
         """Wait until a publication has ended, for whatever reason, and its slot is free.
@@ -211,7 +281,8 @@ class Producer:
             ForkedProcessError: The producer belongs to the parent process.
         """
         with self._lifetime.use():
-            return self._publications.wait_released(request_id, arguments.as_seconds(timeout, "timeout"))
+            seconds = arguments.as_seconds(timeout, "timeout")
+            return self._publisher.publications.wait_released(request_id, seconds)
 
     def statistics(self) -> ProducerStatistics:
         """Return all figures as of now; also after :meth:`close`.
@@ -220,15 +291,13 @@ class Producer:
             ForkedProcessError: The producer belongs to the parent process.
         """
         self._lifetime.check_process()
-        counts = self._publications.count()
-        with self._counting:
-            counts.update(self._counts)
-            seconds = self._seconds
+        counts, seconds = self._publisher.figures()
+        room = self._publisher.room
         return ProducerStatistics(
             pool_nbytes=self._pool_nbytes,
-            allocated_nbytes=self._room.allocated_nbytes,
-            requested_nbytes=self._room.requested_nbytes,
-            waiters=self._room.waiters,
+            allocated_nbytes=room.allocated_nbytes,
+            requested_nbytes=room.requested_nbytes,
+            waiters=room.waiters,
             publish_seconds=seconds,
             **{name: counts[name] for name in _COUNTED},
         )
@@ -248,11 +317,10 @@ class Producer:
         seconds = arguments.as_seconds(timeout, "timeout")
         if self._lifetime.forked:
             return
-        self._publications.close(seconds)
-        self._pool = self._pool.new_empty(0)  # the memory goes with the last tensor over it
+        self._publisher.close(seconds)
         self._closer.done()
 
-    def _publish(
+    def _prepare(
         self,
         request_id: str,
         tensors: Mapping[str, Any],
@@ -261,70 +329,24 @@ class Producer:
         lease: float | None,
         stream: torch.cuda.Stream | None,
         timeout: float,
-    ) -> bytes:
-        started = time.perf_counter()
+    ) -> tuple[Terms, Placed, Deadline | None]:
+        with self._lifetime.use(), self._publisher.counting_failures():
+            terms = self._terms(request_id, metadata, consumers, lease, stream)
+            wait = _wait(timeout)
+            return terms, place(tensors), wait
+
+    def _terms(
+        self,
+        request_id: str,
+        metadata: Mapping[str, Any] | None,
+        consumers: int,
+        lease: float | None,
+        stream: torch.cuda.Stream | None,
+    ) -> Terms:
         _check_request(request_id, consumers)
         seconds = self._lease if lease is None else arguments.as_seconds(lease, "lease", positive=True)
-        wait = arguments.as_seconds(timeout, "timeout") or None
         plain = plain_metadata({} if metadata is None else dict(metadata))
-        payload = _lay_out(tensors)
-        self._publications.claim(request_id)
-        try:
-            waiting = time.perf_counter()
-            loan = self._room.take(payload.nbytes, f"request {request_id!r}", wait)
-            waited = time.perf_counter() - waiting
-            try:
-                specs = self._write(loan, payload, stream)
-                publication = self._publications.admit(request_id, loan, lease=seconds, consumers=consumers)
-            except BaseException:
-                self._room.give_back(loan)
-                raise
-        except BaseException:
-            self._publications.abandon(request_id)
-            raise
-        try:
-            manifest = Manifest(
-                request_id=request_id,
-                tensors=tuple(specs),
-                structure=payload.structure,
-                peer=self._peer,
-                ticket=publication.ticket,
-                lease=seconds,
-                expires=time.time() + seconds,
-                metadata=plain,
-                consumers=consumers,
-                checksum=self._checksum,
-                producer=self._name,
-            )
-            data = encode_manifest(manifest, self._key)
-        except BaseException:
-            self._publications.undo(publication)
-            raise
-        with self._counting:
-            self._counts["publications"] += 1
-            self._counts["bytes_published"] += manifest.nbytes
-            self._seconds += time.perf_counter() - started - waited
-        return data
-
-    def _write(self, loan: Loan, payload: _Payload, stream: torch.cuda.Stream | None) -> list[TensorSpec]:
-        """Copy the tensors into the slot, wait until they are there, and describe them."""
-        slot = self._pool[loan.offset : loan.offset + loan.nbytes]
-        devices = {tensor.device for tensor in payload.tensors}
-        with torch.no_grad(), completed_copies({self._device, *devices}, stream):
-            packing.pack(slot, payload.tensors, payload.offsets)
-        sums: list[int | None] = [None] * len(payload.tensors)
-        if self._checksum:
-            sums[:] = packing.checksums(slot, payload.offsets, payload.sizes)
-        # By column, and each dtype and shape once: payloads may have thousands of equal tensors.
-        kinds = [(tensor.dtype, tensor.shape) for tensor in payload.tensors]
-        described = {kind: (dtype_to_str(kind[0]), tuple(kind[1])) for kind in set(kinds)}
-        rows = (
-            (path, *described[kind], offset, nbytes, checksum)
-            for path, kind, offset, nbytes, checksum in zip(
-                payload.paths, kinds, payload.offsets, payload.sizes, sums, strict=True
-            )
-        )
-        return list(map(TensorSpec._make, rows))
+        return Terms(request_id, consumers, seconds, plain, stream)
 
 
 _COUNTED = (
@@ -341,12 +363,9 @@ _COUNTED = (
 )
 
 
-def _lay_out(payload: Mapping[str, Any]) -> _Payload:
-    structure, leaves = flatten(payload)
-    tensors = [leaf.tensor for leaf in leaves]
-    sizes = [tensor.nbytes for tensor in tensors]
-    offsets, nbytes = layout.lay_out(sizes)
-    return _Payload(structure, [leaf.path for leaf in leaves], tensors, sizes, offsets, nbytes)
+def _wait(timeout: float) -> Deadline | None:
+    seconds = arguments.as_seconds(timeout, "timeout")
+    return Deadline(seconds) if seconds else None
 
 
 def _check_request(request_id: str, consumers: int) -> None:

@@ -12,7 +12,7 @@ import heapq
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from tensorferry.arguments import Deadline
@@ -23,6 +23,18 @@ from tensorferry.ownership import Lifetime
 from tensorferry.room import Loan, Room
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A name and a slot that are kept for a publication to come.
+
+    ``owned`` is False once they have become a publication's, or were given back.
+    """
+
+    request_id: str
+    loan: Loan
+    owned: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +70,7 @@ class Publications:
         self._by_generation: dict[int, Publication] = {}
         self._draining: dict[int, Publication] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap with generations, some of them ended
+        self._forgotten: deque[Held] = deque()
         self._wakes_at = time.monotonic()
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -81,27 +94,44 @@ class Publications:
             self._names.add(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Give up a name that was claimed; not after it was admitted."""
+        """Give up a name that was claimed."""
         with self._changed:
             self._names.discard(request_id)
+            self._changed.notify_all()
 
-    def admit(self, request_id: str, loan: Loan, *, lease: float, consumers: int) -> Publication:
-        """Let consumers read a slot from now on; the loan belongs to the publication then.
+    def give_back(self, held: Held) -> None:
+        """Free a name and a slot, unless they are not the caller's any more."""
+        with self._changed:
+            if not held.owned:
+                return
+            held.owned = False
+            self._names.discard(held.request_id)
+            self.room.give_back(held.loan)
+            self._changed.notify_all()
+
+    def give_back_later(self, held: Held) -> None:
+        """The same without taking a lock, for finalizers, which may run inside any of them."""
+        self._forgotten.append(held)
+        self.pool.wake()
+
+    def admit(self, held: Held, *, nbytes: int, lease: float, consumers: int) -> Publication:
+        """Let consumers read ``nbytes`` of a slot from now on; it belongs to the publication then.
 
         Raises:
             PoolExhaustedError: The backend has no entry left.
             ClosedError: The producer is closed.
 
-        After an error the loan is still the caller's.
+        After an error the slot is still held.
         """
         with self._changed:
             self._check_open()
             now = time.monotonic()
-            ticket = self.pool.admit(loan.offset, loan.nbytes, lease=lease)
+            ticket = self.pool.admit(held.loan.offset, nbytes, lease=lease)
             publication = Publication(
-                request_id, ticket, loan, Lease(duration=lease, consumers=consumers, now=now)
+                held.request_id, ticket, held.loan, Lease(duration=lease, consumers=consumers, now=now)
             )
-            self._live[request_id] = publication
+            held.owned = False
+            self._live[held.request_id] = publication
             self._by_generation[ticket.generation] = publication
             heapq.heappush(self._deadlines, (now + lease, ticket.generation))
             must_wake = now + lease < self._wakes_at
@@ -109,11 +139,16 @@ class Publications:
             self.pool.wake()
         return publication
 
-    def undo(self, publication: Publication) -> None:
-        """End a publication whose manifest was never handed out; it is not counted."""
+    def undo(self, publication: Publication, held: Held) -> None:
+        """Take a publication back whose manifest was never handed out; it is not counted.
+
+        Its slot is held again, unless the publication has ended meanwhile.
+        """
         with self._changed:
             if publication.lease.revoke():
-                self._end(publication)
+                self._remove(publication)
+                self._names.add(held.request_id)
+                held.owned = self.pool.withdraw(publication.ticket)  # True: nobody could know of it
 
     def revoke(self, request_id: str) -> bool:
         """End a publication; return False if none of this name lives."""
@@ -180,6 +215,8 @@ class Publications:
                 notices = self.pool.notices(timeout)
             except ClosedError:
                 break
+            while self._forgotten:
+                self.give_back(self._forgotten.popleft())
             if notices:
                 with self._changed:
                     now = time.monotonic()
@@ -198,7 +235,7 @@ class Publications:
             raise ClosedError(f"{self._lifetime.what} is closed")
 
     def _holds(self, request_id: str) -> bool:
-        return request_id in self._live or any(
+        return request_id in self._names or any(
             publication.request_id == request_id for publication in self._draining.values()
         )
 
@@ -245,18 +282,20 @@ class Publications:
             self._counts["released"] += 1
             self._end(publication)
 
-    def _end(self, publication: Publication) -> None:
-        generation = publication.ticket.generation
+    def _remove(self, publication: Publication) -> None:
         del self._live[publication.request_id]
-        del self._by_generation[generation]
+        del self._by_generation[publication.ticket.generation]
         self._names.discard(publication.request_id)
         if len(self._deadlines) > 64 + 2 * len(self._live):
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_generation]
             heapq.heapify(self._deadlines)
+
+    def _end(self, publication: Publication) -> None:
+        self._remove(publication)
         if self.pool.withdraw(publication.ticket):
             self._free(publication)
         else:
-            self._draining[generation] = publication
+            self._draining[publication.ticket.generation] = publication
 
     def _free(self, publication: Publication) -> None:
         self.room.give_back(publication.loan)

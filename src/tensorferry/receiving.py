@@ -10,13 +10,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from tensorferry import layout
+from tensorferry import layout, steps
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import Access, Connection, Read, Reader, Span
+from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import (
     ClosedError,
     IntegrityError,
@@ -27,7 +28,9 @@ from tensorferry.errors import (
 from tensorferry.landing import Landing
 from tensorferry.orders import Order, Piece
 from tensorferry.ownership import Lifetime
-from tensorferry.room import Loan
+from tensorferry.payload import unflatten
+from tensorferry.room import SWEEP_SECONDS, Loan
+from tensorferry.steps import Steps
 from tensorferry.streams import completed_copies, finish_queued_work
 
 _RECONNECT_SECONDS = 5.0
@@ -56,6 +59,7 @@ class Receiver:
 
     def __init__(self, reader: Reader, access: Access | Literal["auto"], lifetime: Lifetime) -> None:
         self.landing = Landing(reader.pool, lifetime.what)
+        self.dispatcher = Dispatcher(lifetime.what, self._sleep, reader.wake)
         self.device = reader.pool.device
         self._reader = reader
         self._access = access
@@ -75,8 +79,8 @@ class Receiver:
         deadline: Deadline,
         *,
         release: bool,
-    ) -> list[torch.Tensor]:
-        """Return the wanted tensors in fresh memory, all of them complete.
+    ) -> Steps[dict[str, Any]]:
+        """Return the wanted part of the payload in fresh memory, all of it complete.
 
         Raises:
             TensorferryError: As :meth:`tensorferry.Consumer.pull` says.
@@ -86,17 +90,17 @@ class Receiver:
             with torch.no_grad(), completed_copies({device, self.device}, stream):
                 return order.copies(pieces, device)
 
-        def attempt(connection: Connection) -> list[torch.Tensor]:
+        def attempt(connection: Connection) -> Steps[list[torch.Tensor]]:
             if connection.access == "mapped":
                 with self._timed("wire"):
                     pieces = self._mapped(connection, order)
                     results = copied(pieces)
-                    self._verify(connection, order, pieces, deadline)
+                    self._verify(connection, order, pieces)
                 if release:
                     self._release(connection, order)
                 return results
             direct = device.type == "cpu" and connection.lands_anywhere
-            arrival = self._land(connection, order, deadline, direct=direct)
+            arrival = yield from self._land(connection, order, deadline, direct=direct)
             try:
                 if release:
                     self._release(connection, order)
@@ -105,36 +109,37 @@ class Receiver:
             finally:
                 self._give_back(arrival)
 
-        with self._explained(order):
-            return self._over_connection(order, deadline, attempt)
+        with self._lifetime.use(), self.counting_failures(), self._explained(order):
+            tensors = yield from self._over_connection(order, deadline, attempt)
+            return unflatten(order.structure, tensors)
 
     @contextmanager
-    def borrow(
+    def lend(
         self, order: Order, device: torch.device | None, deadline: Deadline, *, release: bool
-    ) -> Iterator[list[torch.Tensor]]:
-        """Lend the wanted tensors as views for the time of the block.
+    ) -> Iterator[dict[str, Any]]:
+        """Lend the wanted part of the payload as views for the time of the block.
 
         Raises:
             TensorferryError: As :meth:`tensorferry.Consumer.borrow` says.
         """
 
-        def attempt(connection: Connection) -> Arrival:
+        def attempt(connection: Connection) -> Steps[Arrival]:
             if connection.access != "mapped" or device not in (None, torch.device("cpu")):
-                return self._land(connection, order, deadline)
+                return (yield from self._land(connection, order, deadline))
             pieces = self._mapped(connection, order)
-            self._verify(connection, order, pieces, deadline)
+            self._verify(connection, order, pieces)
             return Arrival(connection, pieces, None)
 
         with self._lifetime.use(), self.counting_failures(), self._explained(order):
-            arrival = self._over_connection(order, deadline, attempt)
+            arrival = steps.run(self._over_connection(order, deadline, attempt))
         place = torch.device("cpu") if arrival.loan is None else self.device
         try:
             with torch.no_grad():
                 views = order.views(arrival.pieces, place)
-            yield views
+            yield unflatten(order.structure, views)
             with self._lifetime.use(), self._explained(order):
-                if arrival.loan is None:
-                    arrival.connection.verify(order.manifest.ticket, timeout=deadline.timeout)
+                if arrival.connection.access == "mapped" and arrival.loan is None:
+                    arrival.connection.verify(order.manifest.ticket)
                 if release:
                     self._release(arrival.connection, order)
         finally:
@@ -144,7 +149,7 @@ class Receiver:
     def notify(self, kind: Literal["release", "reject"], order: Order, deadline: Deadline) -> None:
         """Give a slot back; a producer that cannot be reached has nothing to give back to."""
         try:
-            connection, _ = self._connect(order, deadline.remaining())
+            connection, _ = steps.run(self._connect(order, deadline))
         except TransferError:
             return
         connection.notify(kind, order.manifest.ticket, self._consumer)
@@ -166,30 +171,48 @@ class Receiver:
 
     def close(self, timeout: float) -> None:
         """Cancel running reads, wake everyone who waits, and close the reader."""
-        deadline = Deadline(timeout)
         self._lifetime.close()
+        if self.dispatcher.is_this_thread:
+            # The collector took the consumer while this thread may have been inside a lock.
+            self.dispatcher.close(last_deed=lambda: self._close(timeout))
+        else:
+            self._close(timeout)
+
+    def _close(self, timeout: float) -> None:
+        deadline = Deadline(timeout)
         self.landing.close()
+        self.dispatcher.close()
+        self._reader.stop()
         with self._lock:
             running = list(self._reads)
         for read in running:
             read.cancel()
         self._lifetime.wait_until_unused(deadline.remaining())
+        if not self.dispatcher.is_this_thread:
+            self.dispatcher.join(deadline.remaining())
         self._reader.close(deadline.remaining())
         self.landing.drop()
 
-    def _over_connection(self, order: Order, deadline: Deadline, attempt: Callable[[Connection], _T]) -> _T:
-        """Run an attempt, once more with a new connection if one from the cache was stale."""
-        connection, cached = self._connect(order, deadline.remaining())
+    def _sleep(self, timeout: float) -> None:
+        """Wait for reads, for the dispatcher."""
+        self._reader.poll(min(timeout, SWEEP_SECONDS) if self.landing.is_short else timeout)
+        self.landing.sweep()
+
+    def _over_connection(
+        self, order: Order, deadline: Deadline, attempt: Callable[[Connection], Steps[_T]]
+    ) -> Steps[_T]:
+        """Make an attempt, and one more with a new connection if one from the cache was stale."""
+        connection, cached = yield from self._connect(order, deadline)
         try:
-            result = attempt(connection)
+            result = yield from attempt(connection)
         except PeerLostError as lost:
             if not cached or deadline.remaining() == 0.0:
                 raise
-            fresh = self._reconnect(order, connection, min(_RECONNECT_SECONDS, deadline.remaining()))
+            fresh = yield from self._reconnect(order, connection, deadline)
             if fresh is None:
                 raise
             try:
-                connection, result = fresh, attempt(fresh)
+                connection, result = fresh, (yield from attempt(fresh))
             except PeerLostError as again:
                 raise again from lost
         with self._lock:
@@ -198,17 +221,18 @@ class Receiver:
             self._counts[connection.access] += 1
         return result
 
-    def _connect(self, order: Order, timeout: float) -> tuple[Connection, bool]:
+    def _connect(self, order: Order, deadline: Deadline) -> Steps[tuple[Connection, bool]]:
         """Return a connection, and whether it was used before."""
-        connection = self._reader.connect(order.manifest.peer, self._access, timeout=timeout)
+        connection = yield from self._reader.connect(order.manifest.peer, self._access, deadline)
         with self._lock:
             cached = connection in self._known
             self._known.add(connection)
         return connection, cached
 
-    def _reconnect(self, order: Order, stale: Connection, timeout: float) -> Connection | None:
+    def _reconnect(self, order: Order, stale: Connection, deadline: Deadline) -> Steps[Connection | None]:
+        soon = Deadline(min(_RECONNECT_SECONDS, deadline.remaining()))
         try:
-            fresh, _ = self._connect(order, timeout)
+            fresh, _ = yield from self._connect(order, soon)
         except TransferError:
             return None  # the peer is lost indeed, and the first error says so
         if fresh is stale:
@@ -223,7 +247,7 @@ class Receiver:
 
     def _land(
         self, connection: Connection, order: Order, deadline: Deadline, *, direct: bool = False
-    ) -> Arrival:
+    ) -> Steps[Arrival]:
         """Bring the wanted bytes into landing memory, or ``direct`` into that of the results.
 
         Both take room in the pool, which bounds what is under way; there is no loan where there
@@ -231,9 +255,12 @@ class Receiver:
         """
         offsets, nbytes = layout.landing_offsets(order.regions)
         if not nbytes:
-            self._verify(connection, order, [], deadline)
+            if connection.access == "mapped":
+                self._verify(connection, order, [])
+            else:
+                yield from self._wait(connection.read(order.manifest.ticket, ()), deadline)
             return Arrival(connection, [], None)
-        loan = self.landing.take(nbytes, str(order), deadline)
+        loan = yield from self.landing.take(nbytes, str(order), deadline)
         read: Read | None = None
         try:
             if direct:
@@ -258,13 +285,14 @@ class Receiver:
                             for source, offset, piece in zip(sources, offsets, pieces, strict=True)
                         ]
                         read = connection.read(ticket, spans)
-                    self._wait(read, deadline)
-                self._verify(connection, order, pieces, deadline)
+                    yield from self._wait(read, deadline)
+                self._verify(connection, order, pieces)
         except BaseException:
             if read is None:
                 self.landing.give_back(loan)
             else:
                 self.landing.give_up(loan, read)
+                self._reader.wake()  # requests that wait for room look for it from now on
             raise
         return Arrival(connection, pieces, loan)
 
@@ -273,18 +301,19 @@ class Receiver:
             for piece, source in zip(pieces, self._mapped(connection, order), strict=True):
                 piece.memory.copy_(source.memory)
 
-    def _wait(self, read: Read, deadline: Deadline) -> None:
+    def _wait(self, read: Read, deadline: Deadline) -> Steps[None]:
         with self._lock:
             self._reads.add(read)
         try:
             if self._lifetime.closed:  # close() may have looked before the read was added
                 read.cancel()
+            yield read
             read.wait(deadline.remaining())
         finally:
             with self._lock:
                 self._reads.discard(read)
 
-    def _verify(self, connection: Connection, order: Order, pieces: list[Piece], deadline: Deadline) -> None:
+    def _verify(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
         """Make sure that the bytes are those of this publication, before anyone sees them."""
         mismatch: IntegrityError | None = None
         try:
@@ -292,8 +321,8 @@ class Receiver:
         except IntegrityError as error:
             mismatch = error
         # First the producer's word: bytes of another publication are no corruption.
-        if connection.access == "mapped" or not pieces:  # else Read.wait() has checked already
-            connection.verify(order.manifest.ticket, timeout=deadline.remaining())
+        if connection.access == "mapped":  # else Read.wait() has checked already
+            connection.verify(order.manifest.ticket)
         if mismatch is not None:
             with self._lock:
                 self._counts["integrity_failures"] += 1

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from tensorferry.allocator import BuddyAllocator
 from tensorferry.arguments import Deadline
 from tensorferry.errors import ClosedError, PayloadTooLargeError, PoolExhaustedError, PoolTimeoutError
+from tensorferry.steps import Gate, Steps
 
-_POLL_SECONDS = 0.005
+SWEEP_SECONDS = 0.005
+"""How often those who wait look for memory whose return nobody reports."""
 
 
 class Loan(NamedTuple):
@@ -36,7 +38,7 @@ class _Waiter:
         self.nbytes = nbytes
         self.borrower = borrower
         self.loan: Loan | None = None
-        self.ready = threading.Event()
+        self.ready = Gate()
 
 
 class Room:
@@ -89,18 +91,18 @@ class Room:
         """How many wait."""
         return len(self._queue)
 
-    def take(self, nbytes: int, borrower: str, timeout: float | None) -> Loan:
+    def take(self, nbytes: int, borrower: str, deadline: Deadline | None) -> Steps[Loan]:
         """Lend memory, waiting for it if need be.
 
         Args:
             nbytes: How much; 0 takes part in the queue and counts as a loan, but needs no memory.
             borrower: For whom, for messages.
-            timeout: Seconds to wait; None does not wait.
+            deadline: When to give up waiting; None does not wait.
 
         Raises:
             PayloadTooLargeError: The pool is smaller than that.
-            PoolExhaustedError: There is no room now, and ``timeout`` is None.
-            PoolTimeoutError: There was no room within ``timeout`` seconds.
+            PoolExhaustedError: There is no room now, and ``deadline`` is None.
+            PoolTimeoutError: There was no room in time.
             ClosedError: The room was closed before or meanwhile.
 
         After an error nothing is lent.
@@ -117,7 +119,7 @@ class Room:
             loan = None if self._queue else self._lend(nbytes, borrower)
             if loan is not None:
                 return loan
-            if timeout is None:
+            if deadline is None:
                 raise PoolExhaustedError(
                     f"no room for {borrower}: {self._state(nbytes)}. Release publications sooner, make the "
                     f"pool larger, or pass timeout= to wait",
@@ -125,7 +127,7 @@ class Room:
                 )
             waiter = _Waiter(nbytes, borrower)
             self._queue.append(waiter)
-        return self._wait(waiter, Deadline(timeout))
+        return (yield from self._wait(waiter, deadline))
 
     def give_back(self, loan: Loan) -> None:
         """Take memory back, and hand it to those who wait."""
@@ -139,17 +141,19 @@ class Room:
         """Lend nothing any more; those who wait get :class:`ClosedError`."""
         with self._lock:
             self._closed = True
-            for waiter in self._queue:
-                waiter.ready.set()
+            waiting = list(self._queue)
             self._queue.clear()
+        for waiter in waiting:
+            waiter.ready.open()
 
-    def _wait(self, waiter: _Waiter, deadline: Deadline) -> Loan:
+    def _wait(self, waiter: _Waiter, deadline: Deadline) -> Steps[Loan]:
         try:
-            while not waiter.ready.is_set():
+            yield waiter.ready
+            while not waiter.ready.is_open:
                 remaining = deadline.remaining()
                 if remaining == 0.0:
                     break
-                waiter.ready.wait(remaining if self._poll is None else min(remaining, _POLL_SECONDS))
+                waiter.ready.wait(remaining if self._poll is None else min(remaining, SWEEP_SECONDS))
                 if self._poll is not None:
                     self._poll()
         except BaseException:
@@ -186,7 +190,7 @@ class Room:
             if head.loan is None:
                 return
             self._queue.popleft()
-            head.ready.set()
+            head.ready.open()
 
     def _lend(self, nbytes: int, borrower: str) -> Loan | None:
         if self._max_loans is not None and self._loans >= self._max_loans:

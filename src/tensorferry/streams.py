@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,7 +12,11 @@ from tensorferry.errors import UsageError
 
 
 @contextmanager
-def completed_copies(devices: Iterable[torch.device], stream: torch.cuda.Stream | None) -> Iterator[None]:
+def completed_copies(
+    devices: Iterable[torch.device],
+    stream: torch.cuda.Stream | None,
+    after: Sequence[torch.cuda.Event] = (),
+) -> Iterator[None]:
     """Run copies in the block; all of them are complete when it ends.
 
     The copies are queued behind what the current stream of each device, or ``stream`` on its
@@ -24,6 +28,7 @@ def completed_copies(devices: Iterable[torch.device], stream: torch.cuda.Stream 
     Args:
         devices: The devices that take part.
         stream: Used instead of its device's current stream; None for none.
+        after: Events that come before the copies as well.
 
     Raises:
         UsageError: CUDA devices take part, but not the device of ``stream``; the block does not run.
@@ -38,12 +43,34 @@ def completed_copies(devices: Iterable[torch.device], stream: torch.cuda.Stream 
     with ExitStack() as stack:
         if stream is not None:
             stack.enter_context(_on_stream(stream))
+        for event in after:
+            for place in places:
+                torch.cuda.current_stream(place).wait_event(event)
         try:
             yield
         finally:
             # Also after an error: what was queued may still read or write.
             for event in [torch.cuda.current_stream(place).record_event() for place in places]:
                 event.synchronize()
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return this thread's current stream of a CUDA device, for work that another thread does."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def queued_work(devices: Iterable[torch.device], stream: torch.cuda.Stream | None) -> list[torch.cuda.Event]:
+    """Return events for what this thread has queued so far, for copies that another thread makes.
+
+    Args:
+        devices: Those that take part.
+        stream: Used instead of its device's current stream; None for none.
+    """
+    places = {device for device in devices if device.type == "cuda"}
+    streams = {place: torch.cuda.current_stream(place) for place in places}
+    if stream is not None and stream.device in streams:
+        streams[stream.device] = stream
+    return [one.record_event() for one in streams.values()]
 
 
 def finish_queued_work(device: torch.device) -> None:

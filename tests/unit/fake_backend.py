@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from tensorferry.arguments import Deadline
 from tensorferry.backends.base import (
     Access,
     AccessOffer,
@@ -36,6 +36,7 @@ from tensorferry.errors import (
     TransferCancelledError,
     TransferTimeoutError,
 )
+from tensorferry.steps import Gate, Steps
 
 POOLS: list[FakePool] = []
 READERS: list[FakeReader] = []
@@ -133,7 +134,14 @@ class FakeRead(Read):
         self._failure = failure
         self._verify = verify
         self.cancelled = threading.Event()
+        self._callback: Callable[[], None] = lambda: None
         self.is_settled = failure is None
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call back at once, or for a read that hangs when it is cancelled."""
+        self._callback = callback
+        if not isinstance(self._failure, TransferTimeoutError) or self.cancelled.is_set():
+            callback()
 
     def wait(self, timeout: float) -> None:
         if isinstance(self._failure, TransferTimeoutError):
@@ -146,6 +154,7 @@ class FakeRead(Read):
 
     def cancel(self) -> None:
         self.cancelled.set()
+        self._callback()
 
     @property
     def settled(self) -> bool:
@@ -181,7 +190,7 @@ class FakeConnection(Connection):
         self._check(ticket)
         self.reader.posted.append(list(spans))
         failure = self.reader.read_failures.pop(0) if self.reader.read_failures else None
-        read = FakeRead(failure, lambda: self.verify(ticket, timeout=0.0))
+        read = FakeRead(failure, lambda: self.verify(ticket))
         self.reader.reads.append(read)
         self.reader.on_read(read)
         return read
@@ -202,7 +211,7 @@ class FakeConnection(Connection):
         self._check(ticket)
         return self.peer.slot(ticket)
 
-    def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
+    def verify(self, ticket: SlotTicket) -> None:
         self.reader.before_verify(self.peer, ticket)
         self._check(ticket)
 
@@ -231,6 +240,7 @@ class FakeReader(Reader):
         self.lands_anywhere = False
         self.unreachable = False
         self.closed = False
+        self._woken = threading.Event()
         self.before_verify: Callable[[FakePool, SlotTicket], Any] = lambda pool, ticket: None
         self.on_read: Callable[[FakeRead], Any] = lambda read: None
 
@@ -238,12 +248,18 @@ class FakeReader(Reader):
     def pool(self) -> torch.Tensor:
         return self._pool
 
-    def connect(self, peer: PeerOffer, access: Access | Literal["auto"], *, timeout: float) -> Connection:
+    def connect(
+        self, peer: PeerOffer, access: Access | Literal["auto"], deadline: Deadline
+    ) -> Steps[Connection]:
         mode: Access = peer.offers[0].access if access == "auto" else access
         cached = self.connections.get((peer.uid, mode))
         if cached is not None and not cached.is_broken:
             return cached
-        time.sleep(min(timeout, self.connect_seconds))
+        if self.connect_seconds:
+            answered = Gate()
+            threading.Timer(self.connect_seconds, answered.open).start()
+            yield answered
+            answered.wait(deadline.remaining())
         found = [pool for pool in POOLS if pool.uid == peer.uid and not pool.closed]
         if not found or self.unreachable:
             raise ConnectError("nobody there", scope="peer")
@@ -251,6 +267,16 @@ class FakeReader(Reader):
         self.last = connection = FakeConnection(self, found[0], mode)
         self.connections[peer.uid, mode] = connection
         return connection
+
+    def poll(self, timeout: float) -> None:
+        self._woken.wait(timeout)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def stop(self) -> None:
+        pass
 
     def close(self, timeout: float) -> None:
         self.closed = True

@@ -278,7 +278,7 @@ def test_many_ended_leases_are_forgotten(make_producer):
     for turn in range(1000):
         producer.publish(f"r{turn}", {"x": numbers(10)})
         producer.revoke(f"r{turn}")
-    assert len(producer._publications._deadlines) < 200
+    assert len(producer._publisher.publications._deadlines) < 200
 
 
 def test_revoke_frees_at_once(make_producer):
@@ -370,7 +370,7 @@ def test_a_producer_that_nobody_has_is_closed_with_a_warning(fake, wait_for):
 
 def test_a_producer_collected_by_its_own_thread_is_closed(fake, wait_for):
     producer = Producer("1MiB", backend="fake")
-    publications, pool = producer._publications, backend()
+    publications, pool = producer._publisher.publications, backend()
     original = publications._apply
     box = [producer]
 
@@ -420,7 +420,8 @@ def test_a_forked_child_cannot_use_it_and_does_not_touch_it(make_producer):
         producer.close()
         return 3 if backend().closed else 0
 
-    with producer._publications._changed, producer._counting:  # as another thread could hold them
+    publisher = producer._publisher
+    with publisher.publications._changed, publisher._lock:  # as another thread could hold them
         assert in_child(child) == 0
     assert producer.statistics().live == 1
 

@@ -213,9 +213,21 @@ NB_MODULE(_transport, m) {
 
   nb::class_<tf::RemoteKey>(m, "RemoteKey", "What opens a peer's memory on one endpoint.");
 
+  nb::class_<tf::CompletionQueue>(m, "CompletionQueue", "Numbers of what happened to reads, for one thread.")
+      .def(nb::init<>())
+      .def(
+          "take",
+          [](tf::CompletionQueue& self, double timeout) {
+            const nb::gil_scoped_release release;
+            return self.take(duration(timeout));
+          },
+          "timeout"_a, "Waits; returns all numbers there are, none on timeout and after wake().")
+      .def("wake", &tf::CompletionQueue::wake);
+
   nb::class_<tf::Read>(m, "Read", "A batch of reads posted as one.")
       .def("wait", &wait, "timeout"_a, "True once all bytes are here, False when the time is up first.")
       .def("abandon", &tf::Read::abandon, "status"_a, ReleaseGil())
+      .def("watch", &tf::Read::watch, "queue"_a, "number"_a, "Pushes the number once wait() would not wait any more.")
       .def_prop_ro("settled", &tf::Read::settled);
 
   nb::class_<tf::Endpoint>(m, "Endpoint", "The way to one peer's worker.")

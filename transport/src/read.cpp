@@ -35,12 +35,29 @@ void Read::abandon(int status) {
   if (!posted) settled_.store(true, std::memory_order_release);
 }
 
+void Read::watch(std::shared_ptr<CompletionQueue> queue, std::uint64_t number) {
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (!finished_) {
+      watcher_ = std::move(queue);
+      number_ = number;
+      return;
+    }
+  }
+  queue->push(number);
+}
+
 bool Read::finish(int status) {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  if (finished_) return false;
-  finished_ = true;
-  status_ = status;
-  ended_.notify_all();
+  std::shared_ptr<CompletionQueue> watcher;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (finished_) return false;
+    finished_ = true;
+    status_ = status;
+    ended_.notify_all();
+    watcher = std::move(watcher_);
+  }
+  if (watcher != nullptr) watcher->push(number_);
   return true;
 }
 

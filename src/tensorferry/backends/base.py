@@ -5,7 +5,9 @@ A backend has two faces.  The producer's is an :class:`ExportedPool`: memory tha
 read slot by slot while the slot is admitted.  The consumer's is a :class:`Reader`: landing
 memory and :class:`Connection` objects, one per producer and access mode.
 
-Threads: every method may be called from any thread.  Blocking methods release the GIL.
+Threads: every method may be called from any thread.  Blocking methods release the GIL.  A
+method that returns :data:`tensorferry.steps.Steps` is a generator, which says what it is about
+to wait for.
 Ownership: the pool tensors are views of memory that the backend object owns; they must not
 be used after :meth:`close`.  Errors: every method raises only classes of
 :mod:`tensorferry.errors`; native errors are mapped once, inside the backend.
@@ -14,9 +16,12 @@ be used after :meth:`close`.  Errors: every method raises only classes of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from tensorferry.arguments import Deadline
+from tensorferry.steps import Steps
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +178,13 @@ class Read(ABC):
         """
 
     @abstractmethod
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called by :meth:`Reader.poll` once :meth:`wait` would not wait any more.
+
+        A second callback takes the place of the first.
+        """
+
+    @abstractmethod
     def cancel(self) -> None:
         """Give the batch up; harmless once it has ended."""
 
@@ -200,7 +212,7 @@ class Connection(ABC):
         """Post reads from the slot into the landing pool, all of them as one batch.
 
         ``served`` and ``rdma`` only.  Spans are checked against both pools before anything
-        is posted; spans of zero bytes are skipped.
+        is posted; spans of zero bytes are skipped.  Without any span only the slot is checked.
 
         Raises:
             UsageError: A span leaves the slot or the landing pool.
@@ -239,16 +251,15 @@ class Connection(ABC):
         """
 
     @abstractmethod
-    def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
+    def verify(self, ticket: SlotTicket) -> None:
         """Check that the slot still holds the ticket's generation, and so what was read up to now.
 
-        Must be called after bytes were taken from :meth:`view` and before they are handed to
-        anyone, and where a payload has no bytes to read.  :meth:`Read.wait` has checked already.
+        ``mapped`` only: must be called after bytes were taken from :meth:`view` and before they
+        are handed to anyone.  :meth:`Read.wait` has checked already.
 
         Raises:
             LeaseExpiredError: It may not; discard the data.
             PeerLostError: The producer has closed or died; discard the data.
-            TransferTimeoutError: No answer in time; discard the data.
         """
 
     @abstractmethod
@@ -268,7 +279,9 @@ class Reader(ABC):
         """One-dimensional uint8 tensor over the landing pool."""
 
     @abstractmethod
-    def connect(self, peer: PeerOffer, access: Access | Literal["auto"], *, timeout: float) -> Connection:
+    def connect(
+        self, peer: PeerOffer, access: Access | Literal["auto"], deadline: Deadline
+    ) -> Steps[Connection]:
         """Return a live connection to the producer, cached by ``peer.uid`` and access.
 
         ``"auto"`` takes ``mapped`` on one host where mapping works, ``rdma`` where both
@@ -278,8 +291,24 @@ class Reader(ABC):
             ManifestError: The offer is malformed or of another backend.
             ConnectError: The mode is not offered, or connecting failed.
             PeerLostError: The producer has closed or died (``mapped``).
+            TransferTimeoutError: It did not answer in time.
             ClosedError: The reader is closed.
         """
+
+    @abstractmethod
+    def poll(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for reads that are watched, and call their callbacks.
+
+        Returns once any were called, on timeout, and after :meth:`wake`.  One thread at a time.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make a :meth:`poll` that is running, or else the next one, return at once."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let no new connection be made, and end those that are being made; the rest goes on."""
 
     @abstractmethod
     def close(self, timeout: float) -> None:

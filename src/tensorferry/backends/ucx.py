@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -10,13 +11,14 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgpack
 import torch
 
 from tensorferry import _transport
+from tensorferry.arguments import Deadline
 from tensorferry.backends.base import (
     Access,
     AccessOffer,
@@ -50,6 +52,7 @@ from tensorferry.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from tensorferry.steps import Gate, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +183,32 @@ class UcxExportedPool(ExportedPool):
         self._memory.close()
 
 
+class _Reports:
+    """Calls back when reads have ended, on the thread that polls."""
+
+    def __init__(self) -> None:
+        self._queue = _transport.CompletionQueue()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        self.wake = self._queue.wake
+
+    def watch(self, read: _transport.Read, callback: Callable[[], None]) -> None:
+        number = next(self._numbers)
+        self._callbacks[number] = callback
+        read.watch(self._queue, number)
+
+    def poll(self, timeout: float) -> None:
+        for number in self._queue.take(timeout):
+            self._callbacks.pop(number)()
+
+
 class _UcxRead(Read):
-    def __init__(self, read: _transport.Read, action: str, memories: Sequence[object] = ()) -> None:
+    def __init__(
+        self, read: _transport.Read, action: str, reports: _Reports, memories: Sequence[object] = ()
+    ) -> None:
         self._read = read
         self._action = action
+        self._reports = reports
         self._memories = memories  # alive as long as UCX may write to them
 
     def wait(self, timeout: float) -> None:
@@ -193,6 +218,9 @@ class _UcxRead(Read):
             self._read.abandon(_transport.TIMED_OUT)
             if self._read.wait(0.0):  # it ended between the two calls
                 return
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self._reports.watch(self._read, callback)
 
     def cancel(self) -> None:
         self._read.abandon(_transport.CANCELLED)
@@ -209,6 +237,7 @@ class _EndpointConnection(Connection):
         self,
         access: Access,
         endpoint: _transport.Endpoint,
+        reports: _Reports,
         destination: _transport.MemoryRegion | None,
         keys: tuple[_transport.RemoteKey, _transport.RemoteKey] | None = None,
         *,
@@ -216,6 +245,7 @@ class _EndpointConnection(Connection):
     ) -> None:
         self._access: Access = access
         self._endpoint = endpoint
+        self._reports = reports
         self._destination = destination
         self._keys = keys
         self._lands_anywhere = lands_anywhere
@@ -240,7 +270,8 @@ class _EndpointConnection(Connection):
                 read = self._endpoint.read_remote(*slot, wanted, self._destination, *self._keys)
         except _transport.TransportError as error:
             raise UsageError(f"reading a slot: {error}") from error
-        return _UcxRead(read, f"{self._access} read of {sum(span.nbytes for span in wanted)} bytes")
+        nbytes = sum(span.nbytes for span in wanted)
+        return _UcxRead(read, f"{self._access} read of {nbytes} bytes", self._reports)
 
     @property
     def lands_anywhere(self) -> bool:
@@ -259,13 +290,14 @@ class _EndpointConnection(Connection):
             )
         except _transport.TransportError as error:
             raise UsageError(f"reading a slot: {error}") from error
-        return _UcxRead(read, f"served read of {sum(nbytes for *_, nbytes in spans)} bytes", native)
+        nbytes = sum(nbytes for *_, nbytes in spans)
+        return _UcxRead(read, f"served read of {nbytes} bytes", self._reports, native)
 
     def view(self, ticket: SlotTicket) -> torch.Tensor:
         raise UsageError(f"access {self._access!r} gives no views of the producer's memory")
 
-    def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
-        self.read(ticket, ()).wait(timeout)
+    def verify(self, ticket: SlotTicket) -> None:
+        raise UsageError(f"access {self._access!r} verifies within the read")
 
     def notify(self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes) -> None:
         send = self._endpoint.release if kind == "release" else self._endpoint.reject
@@ -278,8 +310,8 @@ class _EndpointConnection(Connection):
 class _MappedConnection(_EndpointConnection):
     """``mapped``: bytes are where the producer wrote them; the endpoint carries notifications."""
 
-    def __init__(self, endpoint: _transport.Endpoint, peer: _transport.PeerPool) -> None:
-        super().__init__("mapped", endpoint, None)
+    def __init__(self, endpoint: _transport.Endpoint, reports: _Reports, peer: _transport.PeerPool) -> None:
+        super().__init__("mapped", endpoint, reports, None)
         self._peer = peer
 
     @property
@@ -290,7 +322,7 @@ class _MappedConnection(_EndpointConnection):
         raise UsageError("mapped access reads by view()")
 
     def view(self, ticket: SlotTicket) -> torch.Tensor:
-        self.verify(ticket, timeout=0.0)
+        self.verify(ticket)
         if ticket.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         try:
@@ -298,7 +330,7 @@ class _MappedConnection(_EndpointConnection):
         except ValueError as error:
             raise ManifestError(f"the slot at {ticket.offset} with {ticket.nbytes} bytes: {error}") from error
 
-    def verify(self, ticket: SlotTicket, *, timeout: float) -> None:
+    def verify(self, ticket: SlotTicket) -> None:
         status = self._peer.verify(ticket.index, ticket.generation)
         if status == _transport.PEER_GONE:
             raise PeerLostError("the mapped pool's producer has closed or died", scope="peer", status=status)
@@ -320,9 +352,12 @@ class UcxReader(Reader):
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._connections: dict[tuple[bytes, str], _EndpointConnection] = {}
-        self._connecting: dict[tuple[bytes, str], threading.Lock] = {}
+        self._connecting: dict[tuple[bytes, str], Gate] = {}
+        self._hellos: set[_UcxRead] = set()
+        self._reports = _Reports()
         self._workers: dict[bool, tuple[_transport.Worker, _transport.MemoryRegion]] = {}
-        self._closed = False
+        self._closed = False  # lets no connection in
+        self._freed = False
         load_library()
         self._memory = PoolMemory(nbytes, device, shared=False)
 
@@ -330,17 +365,18 @@ class UcxReader(Reader):
     def pool(self) -> torch.Tensor:
         return self._memory.tensor
 
-    def connect(self, peer: PeerOffer, access: Access | Literal["auto"], *, timeout: float) -> Connection:
+    def connect(
+        self, peer: PeerOffer, access: Access | Literal["auto"], deadline: Deadline
+    ) -> Steps[Connection]:
         if peer.backend != "ucx":
             raise ManifestError(
                 f"the manifest is for backend {peer.backend!r}, this consumer runs 'ucx': "
                 "use one backend on both sides"
             )
-        deadline = time.monotonic() + timeout
         offers = self._choose(peer, access if access != "auto" else self._access)
         for position, offer in enumerate(offers):
             try:
-                return self._connect(peer, offer, deadline)
+                return (yield from self._connect(peer, offer, deadline))
             except PeerLostError:
                 # A pool that cannot be mapped (another container, say) may still be reached otherwise.
                 if position == len(offers) - 1:
@@ -369,23 +405,24 @@ class UcxReader(Reader):
             raise ConnectError("this producer offers no access that this version knows", scope="peer")
         return chosen
 
-    def _connect(self, peer: PeerOffer, offer: AccessOffer, deadline: float) -> Connection:
+    def _connect(self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline) -> Steps[Connection]:
+        """Return the cached connection, wait for the call that makes one, or make it."""
         key = (peer.uid, offer.access)
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the reader is closed")
-            connection = self._connections.get(key)
-            if connection is not None and not connection.broken:
-                return connection
-            gate = self._connecting.setdefault(key, threading.Lock())
-        if not gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise TransferTimeoutError("connecting to the producer took too long", scope="peer")
-        try:
+        while True:
             with self._lock:
+                self._check_open()
                 connection = self._connections.get(key)
-            if connection is not None and not connection.broken:
-                return connection
-            fresh = self._open(peer, offer, deadline)
+                if connection is not None and not connection.broken:
+                    return connection
+                gate = self._connecting.get(key)
+                if gate is None:
+                    mine = self._connecting[key] = Gate()
+                    break
+            yield gate
+            if not gate.wait(deadline.remaining()):
+                raise TransferTimeoutError("connecting to the producer took too long", scope="peer")
+        try:
+            fresh = yield from self._open(peer, offer, deadline)
             with self._lock:
                 if not self._closed:
                     self._forget_broken()
@@ -394,26 +431,27 @@ class UcxReader(Reader):
             fresh.close(0.0)
             raise ClosedError("the reader is closed")
         finally:
-            gate.release()
             with self._lock:
-                if key not in self._connections:
-                    self._connecting.pop(key, None)
+                del self._connecting[key]
+            mine.open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the reader is closed")
 
     def _forget_broken(self) -> None:
         for key in [key for key, connection in self._connections.items() if connection.broken]:
             del self._connections[key]
-            self._connecting.pop(key, None)
 
-    def _open(self, peer: PeerOffer, offer: AccessOffer, deadline: float) -> _EndpointConnection:
+    def _open(self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline) -> Steps[_EndpointConnection]:
         if offer.access == "mapped":
             return self._open_mapped(peer, offer)
         worker, region = self._worker(rdma=offer.access == "rdma")
         action = f"connecting to producer {peer.uid.hex()[:8]} by {offer.access!r}"
         with native_errors(action):
             endpoint = worker.connect(offer.address)
-        hello = _UcxRead(endpoint.hello(peer.uid), action)
         try:
-            hello.wait(max(0.0, deadline - time.monotonic()))
+            yield from self._greet(_UcxRead(endpoint.hello(peer.uid), action, self._reports), deadline)
             keys = self._unpack(endpoint, offer.key) if offer.access == "rdma" else None
         except (PeerLostError, RemoteAccessError) as error:
             # Whoever answers there, or does not, is not the producer of this manifest.
@@ -424,7 +462,26 @@ class UcxReader(Reader):
             ) from error
         # Over tcp bytes are copied to where they go; a device would have to register that memory first.
         anywhere = offer.access == "served" and self._device.type == "cpu" and not self._rdma
-        return _EndpointConnection(offer.access, endpoint, region, keys, lands_anywhere=anywhere)
+        return _EndpointConnection(
+            offer.access, endpoint, self._reports, region, keys, lands_anywhere=anywhere
+        )
+
+    def _greet(self, hello: _UcxRead, deadline: Deadline) -> Steps[None]:
+        """Wait until the producer has said that it is the one."""
+        with self._lock:
+            self._hellos.add(hello)
+            stopped = self._closed
+        try:
+            if stopped:
+                hello.cancel()
+            yield hello
+            hello.wait(deadline.remaining())
+        except BaseException:
+            hello.cancel()
+            raise
+        finally:
+            with self._lock:
+                self._hellos.discard(hello)
 
     def _unpack(
         self, endpoint: _transport.Endpoint, key: bytes
@@ -457,12 +514,11 @@ class UcxReader(Reader):
                 slots=slots,
             )
             worker, _ = self._worker(rdma=False)
-            return _MappedConnection(worker.connect(address), mapped)
+            return _MappedConnection(worker.connect(address), self._reports, mapped)
 
     def _worker(self, *, rdma: bool) -> tuple[_transport.Worker, _transport.MemoryRegion]:
         with self._lock:
-            if self._closed:
-                raise ClosedError("the reader is closed")
+            self._check_open()
             if rdma not in self._workers:
                 context = create_context(self._options, self._device, rdma=rdma)
                 region = self._memory.register(context)
@@ -470,19 +526,34 @@ class UcxReader(Reader):
                     self._workers[rdma] = (_transport.Worker.create(context), region)
             return self._workers[rdma]
 
+    def poll(self, timeout: float) -> None:
+        self._reports.poll(timeout)
+
+    def wake(self) -> None:
+        self._reports.wake()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._closed = True
+            hellos = list(self._hellos)
+        for hello in hellos:
+            hello.cancel()
+
     def close(self, timeout: float) -> None:
         if os.getpid() != self._owner:
             return
+        self.stop()
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            workers = list(self._workers.values())
+            self._workers.clear()
             self._connections.clear()
+            freed, self._freed = self._freed, True
+        if freed:
+            return
         deadline = time.monotonic() + timeout
-        for worker, region in self._workers.values():
+        for worker, region in workers:
             worker.close(max(0.0, deadline - time.monotonic()))
             region.close()
-        self._workers.clear()
         self._memory.close()
 
 

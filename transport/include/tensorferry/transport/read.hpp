@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "tensorferry/transport/completion_queue.hpp"
 #include "tensorferry/transport/memory_region.hpp"
 #include "tensorferry/transport/notification.hpp"
 #include "tensorferry/transport/remote_key.hpp"
@@ -44,6 +45,10 @@ class Read : public std::enable_shared_from_this<Read> {
 
   bool settled() const noexcept { return settled_.load(std::memory_order_acquire); }
 
+  // Pushes `number` once the batch has ended for the caller; at once if it has already.  A second
+  // watcher takes the place of the first.
+  void watch(std::shared_ptr<CompletionQueue> queue, std::uint64_t number);
+
  private:
   friend class Worker;
   friend class Endpoint;
@@ -72,6 +77,8 @@ class Read : public std::enable_shared_from_this<Read> {
 
   std::mutex mutex_;
   std::condition_variable ended_;
+  std::shared_ptr<CompletionQueue> watcher_;
+  std::uint64_t number_ = 0;  // to be pushed there
   bool finished_ = false;
   int status_ = 0;
   std::atomic<bool> settled_{false};

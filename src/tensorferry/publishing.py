@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a publication is made: room, copies, admission, manifest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from tensorferry import layout, packing
+from tensorferry.arguments import Deadline
+from tensorferry.backends.base import ExportedPool
+from tensorferry.dispatcher import Dispatcher
+from tensorferry.dtypes import dtype_to_str
+from tensorferry.errors import UsageError
+from tensorferry.manifest import Checksum, Manifest, TensorSpec, encode_manifest
+from tensorferry.ownership import Lifetime
+from tensorferry.payload import Structure, flatten
+from tensorferry.publications import Held, Publications
+from tensorferry.room import Room
+from tensorferry.steps import Steps
+from tensorferry.streams import completed_copies
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms tensors are published, all of it checked.
+
+    Attributes:
+        request_id: Name of the publication.
+        consumers: How many must release it.
+        lease: Seconds for which it is kept.
+        metadata: Plain values for the manifest.
+        stream: CUDA stream for the copies, None for the current one.
+        after: Events that copies must come after.
+    """
+
+    request_id: str
+    consumers: int
+    lease: float
+    metadata: dict[str, Any]
+    stream: torch.cuda.Stream | None = None
+    after: Sequence[torch.cuda.Event] = ()
+
+
+class Placed(NamedTuple):
+    """A payload that was checked and laid out, before anything is copied."""
+
+    structure: Structure
+    paths: list[str]
+    tensors: list[torch.Tensor]
+    sizes: list[int]
+    offsets: list[int]
+    nbytes: int
+
+
+def place(payload: Mapping[str, Any]) -> Placed:
+    """Take a payload apart, and lay its tensors out in a slot of their own.
+
+    Raises:
+        UsageError: An object in it cannot be sent; the message names its path.
+    """
+    structure, leaves = flatten(payload)
+    tensors = [leaf.tensor for leaf in leaves]
+    sizes = [tensor.nbytes for tensor in tensors]
+    offsets, nbytes = layout.lay_out(sizes)
+    return Placed(structure, [leaf.path for leaf in leaves], tensors, sizes, offsets, nbytes)
+
+
+def place_in(memory: torch.Tensor, payload: Mapping[str, Any]) -> Placed:
+    """Take a payload apart whose tensors are in the slot already, where ``memory`` begins.
+
+    Raises:
+        UsageError: A tensor is not, is not contiguous, or shares bytes with another.
+    """
+    structure, leaves = flatten(payload)
+    offsets = []
+    ends: list[tuple[int, int, str]] = []
+    for path, tensor in leaves:
+        start = tensor.data_ptr() - memory.data_ptr() if tensor.nbytes else 0
+        if not 0 <= start <= memory.numel() - tensor.nbytes or tensor.device != memory.device:
+            raise UsageError(
+                f"{path} is not in the memory of this reservation; publish tensors that empty() gave"
+            )
+        if not tensor.is_contiguous() or start % tensor.itemsize:
+            raise UsageError(f"{path} is not contiguous; a publication without a copy needs it to be")
+        offsets.append(start)
+        if tensor.nbytes:
+            ends.append((start, start + tensor.nbytes, path))
+    ends.sort()
+    for (_, end, one), (start, _, other) in pairwise(ends):
+        if start < end:
+            raise UsageError(f"{one} and {other} share memory; each tensor needs its own")
+    tensors = [leaf.tensor for leaf in leaves]
+    nbytes = max((end for _, end, _ in ends), default=0)
+    return Placed(
+        structure, [leaf.path for leaf in leaves], tensors, [one.nbytes for one in tensors], offsets, nbytes
+    )
+
+
+class Publisher:
+    """Makes publications; all of a producer that must be closed.
+
+    Any method may be called from any thread.
+
+    Args:
+        pool: The backend's; closed with this object.
+        room: Where slots come from.
+        lifetime: The producer's.
+        lease: Seconds that most leases last.
+        key: Signs manifests, or None.
+        checksum: What manifests carry for each tensor, or None.
+        name: The producer's, or None.
+    """
+
+    def __init__(
+        self,
+        pool: ExportedPool,
+        room: Room,
+        lifetime: Lifetime,
+        *,
+        lease: float,
+        key: bytes | None,
+        checksum: Checksum | None,
+        name: str | None,
+    ) -> None:
+        self.room = room
+        self.publications = Publications(pool, room, lifetime, lease)
+        self.pool = pool.pool
+        self._lifetime = lifetime
+        self._peer = pool.peer
+        self._key = key
+        self._checksum: Checksum | None = checksum
+        self._name = name
+        self._woken = threading.Event()
+        self.dispatcher = Dispatcher(lifetime.what, self._sleep, self._woken.set)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+
+    def publish(self, terms: Terms, payload: Placed, deadline: Deadline | None) -> Steps[bytes]:
+        """Copy a payload into a slot, and return its manifest.
+
+        Args:
+            terms: Of the publication.
+            payload: What to publish.
+            deadline: When to give up waiting for room; None does not wait.
+
+        Raises:
+            TensorferryError: As :meth:`tensorferry.Producer.publish` says.
+
+        After an error nothing is published and no room is held.
+        """
+        with self._lifetime.use(), self.counting_failures():
+            held = yield from self.hold(terms.request_id, payload.nbytes, deadline)
+            try:
+                started = time.perf_counter()
+                slot = self.slot(held)
+                devices = {self.pool.device, *(tensor.device for tensor in payload.tensors)}
+                with torch.no_grad(), completed_copies(devices, terms.stream, terms.after):
+                    packing.clear_gaps(slot, payload.offsets, payload.sizes)
+                    packing.pack(slot, payload.tensors, payload.offsets)
+                return self._announce(terms, held, payload, started)
+            except BaseException:
+                self.publications.give_back(held)
+                raise
+
+    def publish_held(self, terms: Terms, held: Held, payload: Mapping[str, Any]) -> bytes:
+        """Publish what has been written into a slot that is held; return its manifest.
+
+        Raises:
+            TensorferryError: As :meth:`tensorferry.Reservation.publish` says.
+        """
+        with self._lifetime.use(), self.counting_failures():
+            started = time.perf_counter()
+            placed = place_in(self.slot(held), payload)
+            with torch.no_grad(), completed_copies({self.pool.device}, terms.stream):
+                packing.clear_gaps(self.slot(held), placed.offsets, placed.sizes)
+            return self._announce(terms, held, placed, started)
+
+    def hold(self, request_id: str, nbytes: int, deadline: Deadline | None) -> Steps[Held]:
+        """Take a name and a slot for it.
+
+        Raises:
+            UsageError: The name is taken.
+            PayloadTooLargeError: The pool is smaller than that.
+            PoolExhaustedError: There is no room now, and ``deadline`` is None.
+            PoolTimeoutError: There was no room in time.
+            ClosedError: The producer was closed before or meanwhile.
+        """
+        self.publications.claim(request_id)
+        try:
+            loan = yield from self.room.take(nbytes, f"request {request_id!r}", deadline)
+            return Held(request_id, loan)
+        except BaseException:
+            self.publications.abandon(request_id)
+            raise
+
+    def slot(self, held: Held) -> torch.Tensor:
+        """Return the memory of a slot that is held."""
+        return self.pool[held.loan.offset : held.loan.offset + held.loan.nbytes]
+
+    @contextmanager
+    def counting_failures(self) -> Iterator[None]:
+        """Count the block as a failed publish if it raises."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._counts["failed_publishes"] += 1
+            raise
+
+    def figures(self) -> tuple[Counter[str], float]:
+        """Return all counters, and the seconds that publishing took without waiting for room."""
+        counts = self.publications.count()
+        with self._lock:
+            counts.update(self._counts)
+            return counts, self._seconds
+
+    def close(self, timeout: float) -> None:
+        """End all requests and publications, wake everyone who waits, and close the pool."""
+        self._lifetime.close()
+        if self.dispatcher.is_this_thread:
+            # The collector took the producer while this thread may have been inside a lock.
+            self.dispatcher.close(last_deed=lambda: self._close(timeout))
+        else:
+            self._close(timeout)
+
+    def _close(self, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        self.dispatcher.close()
+        self.publications.close(deadline.remaining())
+        if not self.dispatcher.is_this_thread:
+            self.dispatcher.join(deadline.remaining())
+        self.pool = self.pool.new_empty(0)  # the memory goes with the last tensor over it
+
+    def _sleep(self, timeout: float) -> None:
+        self._woken.wait(timeout)
+        self._woken.clear()
+
+    def _announce(self, terms: Terms, held: Held, payload: Placed, started: float) -> bytes:
+        """Admit a slot that has its bytes, and return the manifest."""
+        specs = self._specs(held, payload)
+        publication = self.publications.admit(
+            held, nbytes=payload.nbytes, lease=terms.lease, consumers=terms.consumers
+        )
+        try:
+            manifest = Manifest(
+                request_id=terms.request_id,
+                tensors=tuple(specs),
+                structure=payload.structure,
+                peer=self._peer,
+                ticket=publication.ticket,
+                lease=terms.lease,
+                expires=time.time() + terms.lease,
+                metadata=terms.metadata,
+                consumers=terms.consumers,
+                checksum=self._checksum,
+                producer=self._name,
+            )
+            data = encode_manifest(manifest, self._key)
+        except BaseException:
+            self.publications.undo(publication, held)
+            raise
+        with self._lock:
+            self._counts["publications"] += 1
+            self._counts["bytes_published"] += manifest.nbytes
+            self._seconds += time.perf_counter() - started
+        return data
+
+    def _specs(self, held: Held, payload: Placed) -> list[TensorSpec]:
+        sums: list[int | None] = [None] * len(payload.tensors)
+        if self._checksum:
+            sums[:] = packing.checksums(self.slot(held), payload.offsets, payload.sizes)
+        # By column, and each dtype and shape once: payloads may have thousands of equal tensors.
+        kinds = [(tensor.dtype, tensor.shape) for tensor in payload.tensors]
+        described = {kind: (dtype_to_str(kind[0]), tuple(kind[1])) for kind in set(kinds)}
+        rows = (
+            (path, *described[kind], offset, nbytes, checksum)
+            for path, kind, offset, nbytes, checksum in zip(
+                payload.paths, kinds, payload.offsets, payload.sizes, sums, strict=True
+            )
+        )
+        return list(map(TensorSpec._make, rows))
