@@ -16,6 +16,8 @@ from tensorferry.manifest import Manifest, TensorSpec
 from tensorferry.payload import flatten
 
 KEY = b"0123456789abcdef"
+BODY = wire.HEADER_NBYTES + wire.DIGEST_NBYTES
+"""Where the body begins."""
 
 
 def make_manifest(payload: dict[str, Any] | None = None, **changes: Any) -> Manifest:
@@ -55,13 +57,13 @@ def make_manifest(payload: dict[str, Any] | None = None, **changes: Any) -> Mani
 
 
 def body_of(data: bytes) -> dict[str, Any]:
-    """Decode the body of an unsigned manifest without any check."""
-    body: dict[str, Any] = msgpack.unpackb(data[wire.HEADER_NBYTES :])
+    """Decode the body of a manifest without any check."""
+    body: dict[str, Any] = msgpack.unpackb(data[BODY:])
     return body
 
 
 def forge(body: Any, key: bytes | None = None) -> bytes:
-    """Seal any body."""
+    """Seal any body with the right digest or MAC."""
     return wire.seal(msgpack.packb(body), key)
 
 

@@ -100,7 +100,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest, key: bytes | str | None = None) -> bytes:
-    """Encode a manifest, with a MAC if there is a key.
+    """Encode a manifest, with a MAC if there is a key, else with a digest.
 
     Args:
         manifest: What to encode; paths and sizes of tensors follow from the rest and are
@@ -138,7 +138,8 @@ def decode_manifest(
         max_bytes: Longer manifests are refused unread.
 
     Raises:
-        ManifestError: It is too long, malformed, out of bounds, or of the other byte order.
+        ManifestError: It is too long, altered on its way, malformed, out of bounds, or of the other
+            byte order.
         VersionError: It has another major version; nothing after the header was looked at.
         AuthenticationError: A key is given and the MAC is missing or wrong, or there is a MAC
             and no key; nothing was decoded.
@@ -161,7 +162,7 @@ def read_manifest(manifest: bytes | bytearray | memoryview, key: bytes | str | N
         key: The producer's key, if it has one.
 
     Raises:
-        ManifestError: The manifest is malformed or out of bounds.
+        ManifestError: The manifest was altered on its way, is malformed or out of bounds.
         VersionError: It was written for another major version.
         AuthenticationError: The key and the MAC do not belong together.
         UsageError: ``manifest`` is not bytes, or the key is unfit.

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer layer of the wire format: header, MAC, and bounded msgpack.
+"""The outer layer of the wire format: header, digest or MAC, and bounded msgpack.
 
-A message is an 8-byte header, a MAC of 32 bytes if the header says so, and a msgpack map.
+A message is an 8-byte header, 32 bytes over header and body, and the body, a msgpack map.  The
+32 bytes are a MAC if there is a key; without one they are a digest, which anyone can make: it
+stops accidents on the way, not attackers.
 What the map holds is :mod:`tensorferry.manifest`'s concern; ``docs/wire-format.md`` has it all.
 """
 
@@ -20,7 +22,7 @@ MAJOR = 1
 MINOR = 0
 SIGNED = 0x01
 HEADER_NBYTES = 8
-MAC_NBYTES = 32
+DIGEST_NBYTES = 32
 MAX_MANIFEST_NBYTES = 16 << 20
 MAX_CONTAINERS = 1 << 18
 
@@ -47,17 +49,16 @@ def as_key(key: bytes | str | None) -> bytes | None:
 
 
 def seal(body: bytes, key: bytes | None) -> bytes:
-    """Put the header, and a MAC if there is a key, in front of an encoded body."""
+    """Put the header, and a MAC or without a key a digest, in front of an encoded body."""
     header = MAGIC + bytes((MAJOR, MINOR, SIGNED if key else 0, 0))
-    mac = _mac(key, header, body) if key else b""
-    return header + mac + body
+    return header + _digest(key, header, body) + body
 
 
 def unseal(data: bytes, key: bytes | None) -> bytes:
-    """Check version and MAC, and return the body, of which nothing has been decoded.
+    """Check version and digest or MAC, and return the body, of which nothing has been decoded.
 
     Raises:
-        ManifestError: This is no message of ours, or it is cut off.
+        ManifestError: This is no message of ours, or without a key: it was altered or cut off.
         VersionError: It has another major version.
         AuthenticationError: A key is given and the MAC is missing or wrong; or there is a MAC
             and no key to check it with.
@@ -75,13 +76,16 @@ def unseal(data: bytes, key: bytes | None) -> bytes:
         raise AuthenticationError("the manifest has no MAC, but a key is set; set it at the producer too")
     if flags not in (0, SIGNED) or reserved:
         raise ManifestError(f"the header has unknown flags {flags:#04x} {reserved:#04x}")
-    if not signed:
-        return data[HEADER_NBYTES:]
-    if key is None:
+    if signed and key is None:
         raise AuthenticationError("the manifest has a MAC, but no key is set to check it with")
-    mac, body = data[HEADER_NBYTES : HEADER_NBYTES + MAC_NBYTES], data[HEADER_NBYTES + MAC_NBYTES :]
-    if not hmac.compare_digest(mac, _mac(key, data[:HEADER_NBYTES], body)):
-        raise AuthenticationError("the manifest's MAC is wrong: another key, or it was altered on its way")
+    body = data[HEADER_NBYTES + DIGEST_NBYTES :]
+    expected = _digest(key, data[:HEADER_NBYTES], body)
+    if not hmac.compare_digest(data[HEADER_NBYTES : HEADER_NBYTES + DIGEST_NBYTES], expected):
+        if signed:
+            raise AuthenticationError(
+                "the manifest's MAC is wrong: another key, or it was altered on its way"
+            )
+        raise ManifestError("the manifest was altered or cut off on its way: its digest is wrong")
     return body
 
 
@@ -147,7 +151,7 @@ def _no_extensions(code: int, _: bytes) -> Any:
     raise ManifestError(f"the manifest has a msgpack extension of type {code}")
 
 
-def _mac(key: bytes, header: bytes, body: bytes) -> bytes:
-    digest = hashlib.blake2b(header, digest_size=MAC_NBYTES, key=key, person=_PURPOSE)
+def _digest(key: bytes | None, header: bytes, body: bytes) -> bytes:
+    digest = hashlib.blake2b(header, digest_size=DIGEST_NBYTES, key=key or b"", person=_PURPOSE)
     digest.update(body)
     return digest.digest()

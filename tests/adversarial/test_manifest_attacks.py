@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tensorferry
-from manifests import KEY, altered, body_of, forge, make_manifest
+from manifests import BODY, KEY, altered, body_of, forge, make_manifest
 from tensorferry import wire
 from tensorferry.errors import ManifestError, ProtocolError
 from tensorferry.manifest import decode_manifest, encode_manifest
@@ -30,6 +30,11 @@ GOOD = encode_manifest(make_manifest())
 SIGNED = encode_manifest(make_manifest(), KEY)
 HEADER = GOOD[: wire.HEADER_NBYTES]
 DEEP = 100_000
+
+
+def sealed(body: bytes) -> bytes:
+    """Give any bytes the digest without which they would not be looked at."""
+    return wire.seal(body, None)
 
 
 def refused(data: bytes, match: str | None = None) -> None:
@@ -64,27 +69,30 @@ def test_truncated_at_each_byte(data, key):
         assert not survives(data[:end], key), end
 
 
-def test_bits_flipped_at_each_byte():
+@pytest.mark.parametrize(("data", "key"), [(GOOD, None), (SIGNED, KEY)], ids=["plain", "signed"])
+def test_bits_flipped_at_each_byte(data, key):
+    for i in range(len(data)):
+        for bit in range(8):
+            assert not survives(data[:i] + bytes((data[i] ^ 1 << bit,)) + data[i + 1 :], key), (i, bit)
+
+
+def test_bits_flipped_at_each_byte_by_someone_who_makes_a_new_digest():
+    body = GOOD[BODY:]
     accepted = sum(
-        survives(GOOD[:i] + bytes((GOOD[i] ^ 1 << bit,)) + GOOD[i + 1 :])
-        for i in range(len(GOOD))
+        survives(sealed(body[:i] + bytes((body[i] ^ 1 << bit,)) + body[i + 1 :]))
+        for i in range(len(body))
         for bit in range(8)
     )
-    assert accepted < 8 * len(GOOD)
-
-
-def test_bits_flipped_at_each_byte_under_a_mac():
-    for i in range(len(SIGNED)):
-        for bit in range(8):
-            assert not survives(SIGNED[:i] + bytes((SIGNED[i] ^ 1 << bit,)) + SIGNED[i + 1 :], KEY), (i, bit)
+    assert 0 < accepted < 8 * len(body)
 
 
 def test_a_mac_stripped_or_moved_between_manifests():
     other = encode_manifest(make_manifest(request_id="other"), KEY)
-    body = SIGNED[wire.HEADER_NBYTES + wire.MAC_NBYTES :]
+    body = SIGNED[BODY:]
     assert not survives(HEADER + body, KEY)
-    assert not survives(other[: wire.HEADER_NBYTES + wire.MAC_NBYTES] + body, KEY)
-    assert not survives(SIGNED[: wire.HEADER_NBYTES] + bytes(wire.MAC_NBYTES) + body, KEY)
+    assert not survives(sealed(body), KEY)
+    assert not survives(other[:BODY] + body, KEY)
+    assert not survives(SIGNED[: wire.HEADER_NBYTES] + bytes(wire.DIGEST_NBYTES) + body, KEY)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", HEADER, HEADER[:7], b"MZ" + bytes(100), bytes(1000)])
@@ -101,6 +109,7 @@ def test_pickle_is_never_loaded(protocol):
     bomb = pickle.dumps(Bomb(), protocol)
     refused(bomb)
     refused(HEADER + bomb)
+    refused(sealed(bomb))
     refused(with_entry("peer", "uid", value=bomb))
 
 
@@ -113,7 +122,8 @@ def test_unknown_flags(position, value):
 
 @pytest.mark.parametrize("tail", [b"\x00", b"\xc0", GOOD, bytes(5000)])
 def test_trailing_data(tail):
-    refused(GOOD + tail, "follow")
+    refused(GOOD + tail, "altered")
+    refused(sealed(GOOD[BODY:] + tail), "follow")
 
 
 def test_too_long_is_refused_unread(monkeypatch):
@@ -152,13 +162,13 @@ def peak_of_refusing(data: bytes) -> int:
 
 @pytest.mark.parametrize("head", HUGE.values(), ids=HUGE)
 def test_huge_announced_lengths_allocate_nothing(head):
-    assert peak_of_refusing(HEADER + head) < 1 << 20
-    assert peak_of_refusing(HEADER + b"\x81\xa1x" + head) < 1 << 20
+    assert peak_of_refusing(sealed(head)) < 1 << 20
+    assert peak_of_refusing(sealed(b"\x81\xa1x" + head)) < 1 << 20
 
 
 @pytest.mark.parametrize("head", [HUGE["array32 that fits the limit"], b"\xde\xff\xff"])
 def test_nested_huge_lengths_allocate_nothing(head):
-    assert peak_of_refusing(HEADER + head * 500 + bytes(100_000)) < 8 << 20
+    assert peak_of_refusing(sealed(head * 500 + bytes(100_000))) < 8 << 20
 
 
 @pytest.mark.parametrize(
@@ -168,14 +178,14 @@ def test_memory_is_bounded_by_length(item):
     nbytes = 4 << 20
     count = nbytes // len(item)
     body = b"\x81\xa1x\xdd" + struct.pack(">I", count) + item * count
-    assert peak_of_refusing(HEADER + body) < 40 * nbytes
+    assert peak_of_refusing(sealed(body)) < 40 * nbytes
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x92\xc0", b"\xdd\x00\x00\x00\x01"])
 @pytest.mark.parametrize("depth", [40, 500, 1023, 1025, DEEP])
 def test_deep_nesting(opening, depth):
-    refused(HEADER + opening * depth + b"\xc0")
-    whole = HEADER + b"\x81\xa1x" + opening * depth + b"\xc0" * (depth + 1)
+    refused(sealed(opening * depth + b"\xc0"))
+    whole = sealed(b"\x81\xa1x" + opening * depth + b"\xc0" * (depth + 1))
     refused(whole)
 
 
@@ -208,23 +218,23 @@ def test_extension_types(where, extension):
     "key", [b"\x01", b"\xc0", b"\xc4\x01a", b"\x90", b"\x80", b"\xcb" + bytes(8), b"\xc3"]
 )
 def test_keys_that_are_no_text(key):
-    refused(HEADER + b"\x81" + key + b"\x01")
-    refused(HEADER + b"\x81\xa1x\x81" + key + b"\x01")
+    refused(sealed(b"\x81" + key + b"\x01"))
+    refused(sealed(b"\x81\xa1x\x81" + key + b"\x01"))
 
 
 def test_a_key_twice():
-    body = GOOD[wire.HEADER_NBYTES :]
+    body = GOOD[BODY:]
     twice = bytes((body[0] + 1,)) + body[1:] + b"\xa2id\xa1x"
-    refused(HEADER + twice, "twice")
+    refused(sealed(twice), "twice")
     inner = msgpack.packb({"x": 0})[:-1] + b"\x82\xa1a\x01\xa1a\x02"
-    refused(HEADER + inner, "twice")
+    refused(sealed(inner), "twice")
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80"])
 def test_text_that_is_no_utf8(text):
     packed = bytes((0xA0 + len(text),)) + text
-    refused(HEADER + b"\x81\xa2id" + packed)
-    refused(HEADER + b"\x81" + packed + b"\xc0")
+    refused(sealed(b"\x81\xa2id" + packed))
+    refused(sealed(b"\x81" + packed + b"\xc0"))
 
 
 # Fields.
@@ -406,7 +416,7 @@ def test_millions_of_marks():
     packed = msgpack.packb(body)
     data = bytes((packed[0] + 3,)) + packed[1:]
     data += b"\xa9structure\x81\xa1x" + marks + b"\xa4type" + column + b"\xa6offset" + column
-    assert peak_of_refusing(HEADER + data) < 160 << 20
+    assert peak_of_refusing(sealed(data)) < 160 << 20
 
 
 def test_paths_cannot_be_made_equal():
@@ -421,14 +431,14 @@ def test_paths_cannot_be_made_equal():
 @given(st.binary(max_size=200))
 def test_random_bodies(body):
     assert not survives(body)
-    assert not survives(HEADER + body)
+    assert not survives(sealed(body))
 
 
-def mutations(seed: int, data: bytes) -> bytes:
+def mutations(seed: int, body: bytes) -> bytes:
     chance = random.Random(seed)
-    changed = bytearray(data)
+    changed = bytearray(body)
     for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(wire.HEADER_NBYTES, len(changed))
+        at = chance.randrange(len(changed))
         match chance.randrange(4):
             case 0:
                 changed[at] = chance.randrange(256)
@@ -439,14 +449,12 @@ def mutations(seed: int, data: bytes) -> bytes:
             case _:
                 source = chance.randrange(len(changed))
                 changed[at:at] = changed[source : source + chance.randint(1, 40)]
-        if len(changed) <= wire.HEADER_NBYTES:
-            break
     return bytes(changed)
 
 
 def test_random_mutations():
     for seed in range(4000):
-        survives(mutations(seed, GOOD))
+        survives(sealed(mutations(seed, GOOD[BODY:])))
 
 
 values: Callable[[Any], Any] = lambda inner: (  # noqa: E731

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given
@@ -223,20 +222,44 @@ def test_another_major_version_is_refused_before_anything_else(major, key, monke
         decode_manifest(data[:8], key)
 
 
-def test_nothing_is_decoded_under_a_wrong_mac(monkeypatch):
+@pytest.mark.parametrize(
+    ("key", "error", "match"),
+    [(KEY, AuthenticationError, "MAC is wrong"), (None, ManifestError, "altered or cut off on its way")],
+    ids=["mac", "digest"],
+)
+def test_nothing_is_decoded_under_a_wrong_mac_or_digest(key, error, match, monkeypatch):
     monkeypatch.setattr(wire, "unpack", lambda body: pytest.fail("decoded"))
-    data = encode_manifest(make_manifest(), KEY)
-    with pytest.raises(AuthenticationError):
-        decode_manifest(data[:-1] + b"\xff", KEY)
+    data = encode_manifest(make_manifest(), key)
+    damaged = [
+        data[:-1] + b"\xff",
+        data[:-1],
+        data + b"\x00",
+        data[:9],
+        data[:40],
+        data[:8] + bytes(32) + data[40:],
+    ]
+    for bad in damaged:
+        with pytest.raises(error, match=match):
+            decode_manifest(bad, key)
 
 
-def test_later_minor_versions_and_unknown_keys_are_accepted():
+def test_a_digest_is_no_mac():
+    digest = encode_manifest(make_manifest())
+    signed = digest[:6] + bytes((wire.SIGNED,)) + digest[7:]
+    with pytest.raises(AuthenticationError, match="MAC is wrong"):
+        decode_manifest(signed, KEY)
+    with pytest.raises(AuthenticationError, match="no MAC"):
+        decode_manifest(digest, KEY)
+
+
+def test_later_minor_versions_and_unknown_keys_are_accepted(monkeypatch):
     def change(body: dict[str, Any]) -> None:
         for record in (body, body["peer"], body["slot"], *body["peer"]["offers"]):
             record["added later"] = {"x": [1, b"y"]}
 
-    data = bytearray(altered(encode_manifest(make_manifest()), change))
-    data[5] = 9
+    monkeypatch.setattr(wire, "MINOR", 9)
+    data = altered(encode_manifest(make_manifest()), change)
+    assert data[5] == 9
     assert decode_manifest(data) == make_manifest()
 
 
@@ -282,7 +305,8 @@ def test_small_manifests_are_small():
     offers = (AccessOffer("mapped", bytes(60), b""), AccessOffer("served", bytes(150), b""))
     peer = dataclasses.replace(make_manifest().peer, offers=offers)
     payload = {f"tensor_{i}": torch.zeros(i, 4) for i in range(5)}
-    assert len(encode_manifest(make_manifest(payload, peer=peer), KEY)) < 1000
+    for key in (None, KEY):
+        assert len(encode_manifest(make_manifest(payload, peer=peer), key)) < 1000
 
 
 def test_manifests_grow_little_with_each_tensor():
@@ -309,5 +333,5 @@ def test_the_documented_example_is_the_golden_file():
     data = (DATA / "manifest-1.0-small.tfm").read_bytes()
     assert bytes.fromhex("".join(rows)) == data
     assert forge(body_of(data)) == data
-    assert msgpack.unpackb(data[8:])["structure"] == {"pooled": [True, None]}
+    assert body_of(data)["structure"] == {"pooled": [True, None]}
     assert decode_manifest(data).names == ("pooled[0]",)
