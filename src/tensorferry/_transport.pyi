@@ -17,6 +17,8 @@ class TransportError(Exception):
 
 LEASE_EXPIRED: int = -1001
 
+LEASE_REVOKED: int = -1010
+
 ACCESS_REFUSED: int = -1002
 
 PROTOCOL_VIOLATION: int = -1003
@@ -108,7 +110,7 @@ class SlotTable:
     def admit(self, offset: int, nbytes: int, lease: float) -> tuple[int, int, bytes]:
         """Returns index, generation and token."""
 
-    def withdraw(self, index: int, generation: int) -> bool: ...
+    def withdraw(self, index: int, generation: int, *, revoked: bool) -> bool: ...
 
     def notifications(self, timeout: float) -> list[tuple[int, int, int, bytes]]:
         """Waits; returns tuples of kind, index, generation and consumer."""

@@ -137,13 +137,14 @@ class Consumer:
             ConnectError: The producer cannot be reached, or offers no access that works.
             PeerLostError: It closed or died meanwhile.
             LeaseExpiredError: The slot is not, or may not have been, the manifest's any more.
+            LeaseRevokedError: So it is, because the producer revoked the publication.
             IntegrityError: A tensor's checksum does not match; the slot is not given back.
             RemoteAccessError: The producer or the network card refused the read.
             TransferTimeoutError: The bytes did not arrive within ``timeout``.
             ClosedError: The consumer was closed before or meanwhile.
             ForkedProcessError: The consumer belongs to the parent process.
 
-        After an error nothing was handed out and, except for ``LeaseExpiredError``, the slot
+        After an error nothing was handed out and, except for a ``LeaseError``, the slot
         is still held for this consumer until its lease runs out: pull again, or ``reject`` it.
         """
         deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
@@ -231,6 +232,7 @@ class Consumer:
             UsageError: The tensors would be on another device than ``device``; use :meth:`pull`.
             LeaseExpiredError: At the end of the block: the lease ran out inside it, and what
                 was computed from the views may be wrong.  On entering: as for :meth:`pull`.
+            LeaseRevokedError: The same for a publication that was revoked.
             PeerLostError: At the end of the block: the producer closed or died inside it.
             TensorferryError: On entering, as for :meth:`pull`.
         """

@@ -248,8 +248,10 @@ class Producer:
     def revoke(self, request_id: str) -> bool:
         """Take a publication back.
 
-        A pull that is running ends with :class:`LeaseExpiredError` or brings the whole data; its
-        slot is used again only when nobody reads it any more.
+        A pull that is running ends with :class:`LeaseRevokedError` or brings the whole data; its
+        slot is used again only when nobody reads it any more.  Later pulls get the same error
+        for as long as the producer remembers (it forgets the oldest ends first), and
+        :class:`LeaseExpiredError` after that.
 
         Args:
             request_id: Its name.

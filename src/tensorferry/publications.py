@@ -292,7 +292,7 @@ class Publications:
 
     def _end(self, publication: Publication) -> None:
         self._remove(publication)
-        if self.pool.withdraw(publication.ticket):
+        if self.pool.withdraw(publication.ticket, revoked=publication.lease.state == "revoked"):
             self._free(publication)
         else:
             self._draining[publication.ticket.generation] = publication

@@ -38,7 +38,7 @@ def ticket(record: Record) -> SlotTicket:
     offset = record.integer("offset", 0, _INT64)
     return SlotTicket(
         index=record.integer("index", 0, (1 << 32) - 1),
-        generation=record.integer("generation", 1, _UINT64),
+        generation=record.integer("generation", 1, _INT64),
         token=record.binary("token", TOKEN_NBYTES, TOKEN_NBYTES),
         offset=offset,
         nbytes=record.integer("nbytes", 0, _INT64 - offset),

@@ -275,7 +275,7 @@ FIELDS = {
     "lease": [(("lease",), value) for value in (math.nan, math.inf, -math.inf, -1.0, 0.0)],
     "expires": [(("expires",), value) for value in (math.nan, math.inf, -1.0)],
     "consumers": [(("consumers",), value) for value in (0, -1, 1 << 31)],
-    "generation": [(("slot", "generation"), value) for value in (0, -1)],
+    "generation": [(("slot", "generation"), value) for value in (0, -1, 1 << 63, (1 << 63) + 7)],
     "index": [(("slot", "index"), value) for value in (-1, 1 << 32)],
     "slot size": [(("slot", "nbytes"), value) for value in (-1, 1 << 63, (1 << 63) - 4096)],
     "slot offset": [(("slot", "offset"), value) for value in (-1, 1 << 63, (1 << 63) - 1)],

@@ -57,15 +57,41 @@ def test_a_revoked_publication_is_gone(mode):
     mode.producer.call(peers.open_producer, "1MiB", access=mode.access)
     manifest = mode.producer.call(peers.publish, "a", payloads.of_size, KIB)
     assert mode.producer.call(peers.revoke, "a")
+    for _ in range(2):
+        mode.consumer.start(peers.pull, manifest)
+        assert "revoked" in fails(mode.consumer, "LeaseRevokedError").message
+
+
+def test_a_released_publication_is_not_called_revoked(mode):
+    mode.producer.call(peers.open_producer, "1MiB", access=mode.access)
+    manifest = mode.producer.call(peers.publish, "a", payloads.of_size, KIB)
+    mode.consumer.call(peers.pull, manifest)
+    assert mode.producer.call(peers.wait_released, "a", 10)
     mode.consumer.start(peers.pull, manifest)
     fails(mode.consumer, "LeaseExpiredError")
+
+
+def test_a_revoked_publication_whose_slot_is_used_again_is_never_the_next_one(mode):
+    """The reason is forgotten then; that the bytes are not the manifest's is not."""
+    mode.producer.call(peers.open_producer, "64KiB", access=mode.access)
+    old = mode.producer.call(peers.publish, "old", payloads.of_size, KIB, 1)
+    assert mode.producer.call(peers.revoke, "old")
+    mode.producer.call(use_every_slot, 300)
+    mode.consumer.start(peers.pull, old)
+    fails(mode.consumer, "LeaseExpiredError")
+
+
+def use_every_slot(namespace, count):
+    for turn in range(count):
+        namespace.producer.publish(f"next {turn}", {}, timeout=10)
+        namespace.producer.revoke(f"next {turn}")
 
 
 def test_a_slot_stays_until_its_readers_have_finished(mode):
     """Pull, revoke and publish anew into the same memory: whole data of the right request, or an error."""
     mode.producer.call(peers.open_producer, "32MiB", access=mode.access)
     mode.producer.call(prepare, 30 * MIB)
-    outcomes = {"": 0, "LeaseExpiredError": 0}
+    outcomes = {"": 0, "LeaseRevokedError": 0}
     for turn in range(20):
         manifest = mode.producer.call(peers.publish, "a", payloads.of_size, 30 * MIB, turn, timeout=10)
         mode.consumer.start(peers.pull_and_compare, manifest, payloads.of_size, 30 * MIB, turn)

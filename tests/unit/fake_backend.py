@@ -31,6 +31,7 @@ from tensorferry.errors import (
     ClosedError,
     ConnectError,
     LeaseExpiredError,
+    LeaseRevokedError,
     PeerLostError,
     PoolExhaustedError,
     TransferCancelledError,
@@ -63,6 +64,7 @@ class FakePool(ExportedPool):
         self.slots = slots
         self.uid = secrets.token_bytes(16)
         self.live: dict[int, SlotTicket] = {}
+        self.revoked: set[int] = set()
         self.drains = False
         self.refuse: Exception | None = None
         self.closed = False
@@ -93,7 +95,9 @@ class FakePool(ExportedPool):
         self.live[ticket.generation] = ticket
         return ticket
 
-    def withdraw(self, ticket: SlotTicket) -> bool:
+    def withdraw(self, ticket: SlotTicket, *, revoked: bool = False) -> bool:
+        if revoked:
+            self.revoked.add(ticket.generation)
         return self.live.pop(ticket.generation, None) is None or not self.drains
 
     def notices(self, timeout: float) -> list[Notice]:
@@ -222,6 +226,8 @@ class FakeConnection(Connection):
         if self.breaks or self.is_broken or self.peer.closed:
             self.is_broken = True
             raise PeerLostError("the fake peer is lost", scope="peer")
+        if ticket.generation in self.peer.revoked:
+            raise LeaseRevokedError("revoked")
         if ticket.generation not in self.peer.live:
             raise LeaseExpiredError("not this generation")
 

@@ -19,6 +19,7 @@ from tensorferry.errors import (
     ForkedProcessError,
     IntegrityError,
     LeaseExpiredError,
+    LeaseRevokedError,
     ManifestError,
     PayloadTooLargeError,
     PeerLostError,
@@ -259,7 +260,7 @@ def test_data_that_may_be_anothers_is_discarded(pair):
         pool.pool.fill_(7)
 
     reader().before_verify = reuse
-    with pytest.raises(LeaseExpiredError, match="request 'a' of producer"):
+    with pytest.raises(LeaseRevokedError, match="request 'a' of producer"):
         consumer.pull(manifest)
     assert (consumer.statistics().failed_pulls, consumer.statistics().allocated_nbytes) == (1, 0)
 
@@ -269,7 +270,7 @@ def test_a_reused_slot_is_no_corruption(make_producer, make_consumer, mode):
     manifest = producer.publish("a", PAYLOAD)
     backend().slot(read_manifest(manifest).ticket).fill_(7)
     reader().before_verify = lambda pool, ticket: producer.revoke("a")
-    with pytest.raises(LeaseExpiredError):
+    with pytest.raises(LeaseRevokedError):
         consumer.pull(manifest)
     assert consumer.statistics().integrity_failures == 0
 
@@ -277,8 +278,17 @@ def test_a_reused_slot_is_no_corruption(make_producer, make_consumer, mode):
 def test_an_ended_publication_is_not_pulled(pair):
     producer, consumer = pair
     manifest = producer.publish("a", PAYLOAD)
-    producer.revoke("a")
+    consumer.release(manifest)
+    assert producer.wait_released("a", 5)
     with pytest.raises(LeaseExpiredError):
+        consumer.pull(manifest)
+
+
+def test_a_revoked_publication_is_known_as_such(pair):
+    producer, consumer = pair
+    manifest = producer.publish("a", PAYLOAD)
+    producer.revoke("a")
+    with pytest.raises(LeaseRevokedError):
         consumer.pull(manifest)
 
 
@@ -407,11 +417,11 @@ def test_borrowing_some_names_and_keeping_the_slot(pair):
     assert same(consumer.pull(manifest), PAYLOAD)
 
 
-def test_a_lease_that_runs_out_in_the_block_is_reported_at_its_end(make_producer, make_consumer):
+def test_a_lease_that_ends_in_the_block_is_reported_at_its_end(make_producer, make_consumer):
     producer, consumer = make_producer(access="mapped"), make_consumer()
     manifest = producer.publish("a", PAYLOAD)
     entered = False
-    with pytest.raises(LeaseExpiredError, match="request 'a'"), consumer.borrow(manifest):  # noqa: PT012
+    with pytest.raises(LeaseRevokedError, match="request 'a'"), consumer.borrow(manifest):  # noqa: PT012
         entered = True
         producer.revoke("a")
     assert entered

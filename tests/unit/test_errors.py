@@ -82,6 +82,7 @@ def native(status: int) -> _transport.TransportError:
     ("status", "cls", "scope"),
     [
         (_transport.LEASE_EXPIRED, errors.LeaseExpiredError, None),
+        (_transport.LEASE_REVOKED, errors.LeaseRevokedError, None),
         (_transport.ACCESS_REFUSED, errors.RemoteAccessError, "operation"),
         (_transport.PROTOCOL_VIOLATION, errors.ProtocolError, None),
         (_transport.TIMED_OUT, errors.TransferTimeoutError, "operation"),

@@ -125,6 +125,7 @@ NB_MODULE(_transport, m) {
   });
 
   m.attr("LEASE_EXPIRED") = static_cast<int>(tf::kLeaseExpired);
+  m.attr("LEASE_REVOKED") = static_cast<int>(tf::kLeaseRevoked);
   m.attr("ACCESS_REFUSED") = static_cast<int>(tf::kAccessRefused);
   m.attr("PROTOCOL_VIOLATION") = static_cast<int>(tf::kProtocolViolation);
   m.attr("TIMED_OUT") = static_cast<int>(tf::kTimedOut);
@@ -188,7 +189,7 @@ NB_MODULE(_transport, m) {
             return std::make_tuple(ticket.index, ticket.generation, to_python(ticket.token));
           },
           "offset"_a, "nbytes"_a, "lease"_a, "Returns index, generation and token.")
-      .def("withdraw", &tf::SlotTable::withdraw, "index"_a, "generation"_a)
+      .def("withdraw", &tf::SlotTable::withdraw, "index"_a, "generation"_a, nb::kw_only(), "revoked"_a)
       .def(
           "notifications",
           [](tf::SlotTable& self, double timeout) {

@@ -98,6 +98,8 @@ std::string Library::describe(int status) const {
   switch (status) {
     case kLeaseExpired:
       return "the slot no longer holds this publication";
+    case kLeaseRevoked:
+      return "the producer has revoked this publication";
     case kAccessRefused:
       return "the producer refused the read";
     case kProtocolViolation:

@@ -34,6 +34,7 @@ int checked_status(std::int32_t status) {
   switch (status) {
     case 0:
     case kLeaseExpired:
+    case kLeaseRevoked:
     case kAccessRefused:
     case kPeerGone:
       return status;

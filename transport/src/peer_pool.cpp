@@ -54,7 +54,7 @@ int PeerPool::verify(std::uint32_t index, std::uint64_t generation) const {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (const int status = alive(); status != 0) return status;
   if (index >= block().slots) return kLeaseExpired;
-  return block().generations()[index].load(std::memory_order_acquire) == generation ? 0 : kLeaseExpired;
+  return judge_word(block().generations()[index].load(std::memory_order_acquire), generation);
 }
 
 }  // namespace tensorferry::transport

@@ -134,8 +134,8 @@ void Worker::end_operation(const std::shared_ptr<Read>& shared, int status) {
     read->outstanding_ = 1;
     return get(read, &read->word_, sizeof read->word_, read->word_address_, *key, UCS_MEMORY_TYPE_HOST);
   }
-  const bool stale = read->word_ != read->expected_word_;
-  read->finish(read->error_ != 0 ? read->error_ : stale ? static_cast<int>(kLeaseExpired) : 0);
+  // Served reads have no word, and expect none.
+  read->finish(read->error_ != 0 ? read->error_ : judge_word(read->word_, read->expected_word_));
   read->settled_.store(true, std::memory_order_release);
   read->connection_->reads.erase(read);
   read->connection_.reset();

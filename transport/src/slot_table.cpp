@@ -45,8 +45,7 @@ SlotTable::SlotTable(std::uint64_t pool_nbytes, std::uint32_t slots, const Ident
   control->pool_nbytes = pool_nbytes;
   control->slots = slots;
   control->open.store(1, std::memory_order_release);
-  free_.reserve(slots);
-  for (std::uint32_t index = slots; index > 0; --index) free_.push_back(index - 1);
+  for (std::uint32_t index = 0; index < slots; ++index) free_.push_back(index);
 }
 
 Ticket SlotTable::admit(std::uint64_t offset, std::uint64_t nbytes, Clock::duration lease) {
@@ -56,7 +55,7 @@ Ticket SlotTable::admit(std::uint64_t offset, std::uint64_t nbytes, Clock::durat
   const std::lock_guard<std::mutex> guard(mutex_);
   if (closed_) throw Error(kClosed, "the slot table is closed");
   if (free_.empty()) throw Error(kNoMemory, "all " + std::to_string(slots_.size()) + " slots are taken");
-  const std::uint32_t index = free_.back();
+  const std::uint32_t index = free_.front();
   Slot& slot = slots_[index];
   slot.ticket.index = index;
   slot.ticket.offset = offset;
@@ -65,45 +64,50 @@ Ticket SlotTable::admit(std::uint64_t offset, std::uint64_t nbytes, Clock::durat
   slot.ticket.generation = next_generation_++;
   slot.deadline = Clock::now() + lease;
   slot.admitted = true;
-  free_.pop_back();
+  slot.revoked = false;
+  free_.pop_front();
   block().generations()[index].store(slot.ticket.generation, std::memory_order_release);
   return slot.ticket;
 }
 
-bool SlotTable::withdraw(std::uint32_t index, std::uint64_t generation) {
+bool SlotTable::withdraw(std::uint32_t index, std::uint64_t generation, bool revoked) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (index >= slots_.size()) return true;
   Slot& slot = slots_[index];
   if (!slot.admitted || slot.ticket.generation != generation) return true;
-  retire(index);
+  retire(index, revoked);
   return slot.readers == 0;
 }
 
-void SlotTable::retire(std::uint32_t index) {
+void SlotTable::retire(std::uint32_t index, bool revoked) {
   Slot& slot = slots_[index];
   slot.admitted = false;
+  slot.revoked = revoked;
   // The word changes before the memory can: a reader that still finds its generation afterwards
   // has read nothing newer.  The fence keeps later writes of the pool behind this store.
-  block().generations()[index].store(0, std::memory_order_release);
+  const std::uint64_t word = revoked ? slot.ticket.generation | kRevokedBit : 0;
+  block().generations()[index].store(word, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (slot.readers == 0) free_.push_back(index);
 }
 
-bool SlotTable::holds(std::uint32_t index, std::uint64_t generation, const Identifier& token) const {
-  if (index >= slots_.size()) return false;
-  const Slot& slot = slots_[index];
-  return slot.admitted && slot.ticket.generation == generation && equal_in_constant_time(slot.ticket.token, token);
+// Whether this is the last ticket that was made for the slot, which may have been withdrawn since.
+bool SlotTable::names(std::uint32_t index, std::uint64_t generation, const Identifier& token) const {
+  if (index >= slots_.size() || generation == 0) return false;
+  const Ticket& ticket = slots_[index].ticket;
+  return ticket.generation == generation && equal_in_constant_time(ticket.token, token);
 }
 
 int SlotTable::begin_read(const ReadRequest& request, Clock::time_point now, std::uint64_t& pool_offset) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (closed_) return kPeerGone;
   if (!serves_) return kAccessRefused;
-  if (!holds(request.index, request.generation, request.token)) {
+  if (!names(request.index, request.generation, request.token)) {
     // A past generation is what a late reader shows; anything else was never handed out.
     return request.generation != 0 && request.generation < next_generation_ ? kLeaseExpired : kAccessRefused;
   }
   Slot& slot = slots_[request.index];
+  if (!slot.admitted) return slot.revoked ? kLeaseRevoked : kLeaseExpired;
   if (now >= slot.deadline) return kLeaseExpired;
   if (request.source > slot.ticket.nbytes || request.nbytes > slot.ticket.nbytes - request.source) {
     return kAccessRefused;
@@ -131,7 +135,8 @@ int SlotTable::greet(const ReadRequest& request) const {
 
 void SlotTable::report(const NotifyRequest& request) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  if (!holds(request.index, request.generation, request.token) || queue_.size() >= kMaximumQueued) return;
+  if (!names(request.index, request.generation, request.token)) return;
+  if (!slots_[request.index].admitted || queue_.size() >= kMaximumQueued) return;
   enqueue({static_cast<NotificationKind>(request.kind), request.index, request.generation, request.consumer});
 }
 
@@ -161,7 +166,7 @@ void SlotTable::close() {
   closed_ = true;
   block().open.store(0, std::memory_order_release);
   for (std::uint32_t index = 0; index < slots_.size(); ++index) {
-    if (slots_[index].admitted) retire(index);
+    if (slots_[index].admitted) retire(index, false);
   }
   arrived_.notify_all();
 }

@@ -44,7 +44,8 @@ struct Child {
         _exit(1);
       char command = 0;
       while (read(to_child[0], &command, 1) == 1) {
-        if (command == 'w') table.withdraw(admitted.index, admitted.generation);
+        if (command == 'w') table.withdraw(admitted.index, admitted.generation, false);
+        if (command == 'r') table.withdraw(admitted.index, admitted.generation, true);
         if (command == 'c') table.close();
         if (write(from_child[1], &command, 1) < 0) break;
       }
@@ -104,6 +105,14 @@ TEST_CASE("another process's pool is read where it was written") {
   CHECK(peer->verify(0xffffffff, 1) == kLeaseExpired);
   child.tell('w');
   CHECK(peer->verify(child.ticket.index, child.ticket.generation) == kLeaseExpired);
+}
+
+TEST_CASE("another process's revoked slot is known as such") {
+  Child child;
+  const auto peer = PeerPool::open(child.address);
+  child.tell('r');
+  CHECK(peer->verify(child.ticket.index, child.ticket.generation) == kLeaseRevoked);
+  CHECK(peer->verify(child.ticket.index, child.ticket.generation + 1) == kLeaseExpired);
 }
 
 TEST_CASE("a producer that closed is gone") {

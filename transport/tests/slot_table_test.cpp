@@ -109,21 +109,54 @@ TEST_CASE_FIXTURE(Fixture, "a range outside the pool is not admitted") {
 TEST_CASE_FIXTURE(Fixture, "the generation word follows the slot") {
   const Ticket first = table.admit(0, 10, 60s);
   CHECK(block(table).generations()[first.index] == first.generation);
-  CHECK(table.withdraw(first.index, first.generation));
+  CHECK(table.withdraw(first.index, first.generation, false));
   CHECK(block(table).generations()[first.index] == 0);
   const Ticket second = table.admit(0, 10, 60s);
   CHECK(second.generation > first.generation);
   CHECK(std::memcmp(first.token.data(), second.token.data(), 16) != 0);
-  CHECK(table.withdraw(first.index, first.generation));  // stale: nothing happens
+  CHECK(table.withdraw(first.index, first.generation, false));  // stale: nothing happens
   CHECK(block(table).generations()[second.index] == second.generation);
   CHECK(begin(request_for(first, 0, 1)) == kLeaseExpired);
+}
+
+TEST_CASE_FIXTURE(Fixture, "who is late for a revoked slot is told so, and only with the token") {
+  const Ticket ticket = table.admit(0, 10, 60s);
+  CHECK(table.withdraw(ticket.index, ticket.generation, true));
+  const std::uint64_t word = block(table).generations()[ticket.index];
+  CHECK(word == (ticket.generation | kRevokedBit));
+  CHECK(judge_word(word, ticket.generation) == kLeaseRevoked);
+  CHECK(judge_word(word, ticket.generation + 1) == kLeaseExpired);
+  CHECK(judge_word(word, word) == kLeaseRevoked);  // a forged generation with the bit is never right
+  CHECK(begin(request_for(ticket, 0, 1)) == kLeaseRevoked);
+  ReadRequest forged = request_for(ticket, 0, 1);
+  forged.token[0] ^= 1;
+  CHECK(begin(forged) == kLeaseExpired);
+  CHECK(table.withdraw(ticket.index, ticket.generation, false));  // the first reason stays
+  CHECK(begin(request_for(ticket, 0, 1)) == kLeaseRevoked);
+  table.report(release_of(ticket));
+  CHECK(table.notifications(0s).empty());
+}
+
+TEST_CASE_FIXTURE(Fixture, "the reason is known until the slot is used again, which takes as long as it can") {
+  const Ticket revoked = table.admit(0, 10, 60s);
+  table.withdraw(revoked.index, revoked.generation, true);
+  for (int i = 0; i < 3; ++i) {
+    const Ticket next = table.admit(0, 10, 60s);
+    CHECK(next.index != revoked.index);
+    table.withdraw(next.index, next.generation, false);
+    CHECK(begin(request_for(revoked, 0, 1)) == kLeaseRevoked);
+  }
+  const Ticket again = table.admit(0, 10, 60s);
+  CHECK(again.index == revoked.index);
+  CHECK(begin(request_for(revoked, 0, 1)) == kLeaseExpired);
+  CHECK(judge_word(block(table).generations()[again.index], revoked.generation) == kLeaseExpired);
 }
 
 TEST_CASE_FIXTURE(Fixture, "a slot with readers drains after it was withdrawn, and is not reused before") {
   const Ticket ticket = table.admit(0, 10, 60s);
   CHECK(begin(request_for(ticket, 0, 10)) == 0);
   CHECK(begin(request_for(ticket, 0, 10)) == 0);
-  CHECK_FALSE(table.withdraw(ticket.index, ticket.generation));
+  CHECK_FALSE(table.withdraw(ticket.index, ticket.generation, false));
   CHECK(begin(request_for(ticket, 0, 10)) == kLeaseExpired);
   std::set<std::uint32_t> others;
   for (int i = 0; i < 3; ++i) others.insert(table.admit(0, 1, 60s).index);
@@ -149,7 +182,7 @@ TEST_CASE_FIXTURE(Fixture, "a notification needs the token and is not taken for 
   const auto taken = table.notifications(0s);
   REQUIRE(taken.size() == 1);
   CHECK(taken[0].consumer == kConsumer);
-  table.withdraw(ticket.index, ticket.generation);
+  table.withdraw(ticket.index, ticket.generation, false);
   table.report(release_of(ticket));
   CHECK(table.notifications(0s).empty());
 }
@@ -196,7 +229,7 @@ TEST_CASE("admitting, reading and withdrawing from several threads keeps the boo
         const Ticket ticket = table.admit(0, 100, 60s);
         std::uint64_t offset;
         if (table.begin_read(request_for(ticket, 0, 100), SlotTable::Clock::now(), offset) != 0) std::abort();
-        if (table.withdraw(ticket.index, ticket.generation)) std::abort();
+        if (table.withdraw(ticket.index, ticket.generation, false)) std::abort();
         table.end_read(ticket.index);
       }
     });

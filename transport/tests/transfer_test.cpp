@@ -98,7 +98,7 @@ TEST_CASE("served reads bring exactly the bytes of the slot") {
     CHECK(std::memcmp(consumer.memory->data(), producer.memory->data() + 512, nbytes) == 0);
     CHECK(consumer.memory->data()[nbytes] == 0);
     // The producer may still wait for the acknowledgement.
-    if (!producer.table->withdraw(ticket.index, ticket.generation)) {
+    if (!producer.table->withdraw(ticket.index, ticket.generation, false)) {
       CHECK(producer.table->notifications(20s).size() == 1);
     }
   }
@@ -115,8 +115,11 @@ TEST_CASE("a batch reads several spans, and none at all") {
           0);
   }
   CHECK(outcome(consumer.endpoint->read_served(ticket, {}, consumer.region)) == 0);
-  producer.table->withdraw(ticket.index, ticket.generation);
+  producer.table->withdraw(ticket.index, ticket.generation, false);
   CHECK(outcome(consumer.endpoint->read_served(ticket, {}, consumer.region)) == kLeaseExpired);
+  const Ticket revoked = producer.table->admit(0, 1 << 20, 60s);
+  producer.table->withdraw(revoked.index, revoked.generation, true);
+  CHECK(outcome(consumer.endpoint->read_served(revoked, spans, consumer.region)) == kLeaseRevoked);
 }
 
 TEST_CASE("served reads land in memory that is registered with nobody") {
@@ -186,11 +189,15 @@ TEST_CASE("remote reads check the generation after the data") {
     const auto read = consumer.endpoint->read_remote(ticket, {{0, 0, nbytes}}, consumer.region, pool, control);
     REQUIRE(outcome(read) == 0);
     CHECK(std::memcmp(consumer.memory->data(), producer.memory->data() + 4096, nbytes) == 0);
-    producer.table->withdraw(ticket.index, ticket.generation);
+    producer.table->withdraw(ticket.index, ticket.generation, false);
     CHECK(outcome(consumer.endpoint->read_remote(ticket, {{0, 0, nbytes}}, consumer.region, pool, control)) ==
           kLeaseExpired);
     CHECK(outcome(consumer.endpoint->read_remote(ticket, {}, consumer.region, pool, control)) == kLeaseExpired);
   }
+  const Ticket revoked = producer.table->admit(0, 4096, 60s);
+  producer.table->withdraw(revoked.index, revoked.generation, true);
+  CHECK(outcome(consumer.endpoint->read_remote(revoked, {{0, 0, 4096}}, consumer.region, pool, control)) ==
+        kLeaseRevoked);
   Ticket outside = producer.table->admit(0, 1, 60s);
   outside.offset = kPool;
   CHECK_THROWS_AS(consumer.endpoint->read_remote(outside, {{0, 0, 1}}, consumer.region, pool, control), Error);

@@ -80,7 +80,7 @@ class SlotTicket:
 
     Attributes:
         index: Entry in the producer's slot table.
-        generation: Number that no other publication of this producer ever has; never 0.
+        generation: Number that no other publication of this producer ever has, in 1..2^63 - 1.
         token: 16 random bytes that the peer must show.
         offset: First byte of the slot in the producer's pool.
         nbytes: Bytes of the slot that may be read.
@@ -130,8 +130,13 @@ class ExportedPool(ABC):
         """
 
     @abstractmethod
-    def withdraw(self, ticket: SlotTicket) -> bool:
+    def withdraw(self, ticket: SlotTicket, *, revoked: bool = False) -> bool:
         """Stop admitting reads of the slot, in every access mode, before returning.
+
+        Args:
+            ticket: Of the slot.
+            revoked: Whether late readers get :class:`LeaseRevokedError`, for as long as the
+                slot's entry is not used again, instead of :class:`LeaseExpiredError`.
 
         Returns:
             True if no read is running: the memory may be reused at once.  False if reads
@@ -172,6 +177,7 @@ class Read(ABC):
             TransferCancelledError: :meth:`cancel` was called.
             PeerLostError: The peer is gone.
             LeaseExpiredError: The slot does not hold the ticket's generation any more.
+            LeaseRevokedError: So it is, because the producer revoked it.
             RemoteAccessError: The producer or the device refused the read.
 
         After an error the destination must not be reused until :attr:`settled` is True.
@@ -247,6 +253,7 @@ class Connection(ABC):
 
         Raises:
             LeaseExpiredError: The slot does not hold this generation now.
+            LeaseRevokedError: The producer has revoked it.
             PeerLostError: The producer has closed or died.
         """
 
@@ -259,6 +266,7 @@ class Connection(ABC):
 
         Raises:
             LeaseExpiredError: It may not; discard the data.
+            LeaseRevokedError: The producer has revoked it; discard the data.
             PeerLostError: The producer has closed or died; discard the data.
         """
 

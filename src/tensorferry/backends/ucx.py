@@ -45,6 +45,7 @@ from tensorferry.errors import (
     ClosedError,
     ConnectError,
     LeaseExpiredError,
+    LeaseRevokedError,
     ManifestError,
     PeerLostError,
     PoolExhaustedError,
@@ -154,8 +155,8 @@ class UcxExportedPool(ExportedPool):
             raise translate(error, "admitting a slot") from error
         return SlotTicket(index, generation, token, offset, nbytes)
 
-    def withdraw(self, ticket: SlotTicket) -> bool:
-        return self._table.withdraw(ticket.index, ticket.generation)
+    def withdraw(self, ticket: SlotTicket, *, revoked: bool = False) -> bool:
+        return self._table.withdraw(ticket.index, ticket.generation, revoked=revoked)
 
     def notices(self, timeout: float) -> list[Notice]:
         return [
@@ -334,6 +335,10 @@ class _MappedConnection(_EndpointConnection):
         status = self._peer.verify(ticket.index, ticket.generation)
         if status == _transport.PEER_GONE:
             raise PeerLostError("the mapped pool's producer has closed or died", scope="peer", status=status)
+        if status == _transport.LEASE_REVOKED:
+            raise LeaseRevokedError(
+                f"the producer has revoked generation {ticket.generation} of slot {ticket.index}"
+            )
         if status != 0:
             raise LeaseExpiredError(
                 f"slot {ticket.index} does not hold generation {ticket.generation} any more: "

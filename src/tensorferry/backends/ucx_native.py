@@ -21,6 +21,7 @@ from tensorferry.errors import (
     ClosedError,
     ConnectError,
     LeaseExpiredError,
+    LeaseRevokedError,
     PeerLostError,
     ProtocolError,
     RegistrationError,
@@ -54,6 +55,7 @@ def translate(error: _transport.TransportError, action: str) -> TensorferryError
     message = f"{action}: {error} (status {status})"
     plain: dict[int, type[TensorferryError]] = {
         _transport.LEASE_EXPIRED: LeaseExpiredError,
+        _transport.LEASE_REVOKED: LeaseRevokedError,
         _transport.PROTOCOL_VIOLATION: ProtocolError,
         _transport.CLOSED: ClosedError,
         _transport.NO_MEMORY: RegistrationError,

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "tensorferry/transport/status.hpp"
+
 namespace tensorferry::transport {
 
 using Identifier = std::array<std::uint8_t, 16>;
@@ -22,6 +24,16 @@ struct Notification {
   std::uint64_t generation;
   Identifier consumer;
 };
+
+// A slot's generation word, as peers see it: the generation that the slot holds; after a revoke that
+// generation with this bit; else 0.  Generations themselves are below it.
+constexpr std::uint64_t kRevokedBit = std::uint64_t{1} << 63;
+
+// 0 if a slot with this generation word still holds the generation; else kLeaseRevoked or kLeaseExpired.
+inline int judge_word(std::uint64_t word, std::uint64_t generation) noexcept {
+  if (word == (generation | kRevokedBit)) return kLeaseRevoked;
+  return word == generation ? 0 : static_cast<int>(kLeaseExpired);
+}
 
 // What names a slot to a peer: `token` proves that the bearer was given the manifest.
 struct Ticket {

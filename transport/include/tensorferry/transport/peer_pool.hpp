@@ -31,7 +31,7 @@ class PeerPool {
   PeerPool(const PeerPool&) = delete;
   PeerPool& operator=(const PeerPool&) = delete;
 
-  // 0 while the slot holds this generation and the producer lives; kLeaseExpired or kPeerGone.
+  // 0 while the slot holds this generation and the producer lives; kLeaseExpired, kLeaseRevoked or kPeerGone.
   // Data copied before the call is the ticket's if and only if this returns 0.
   int verify(std::uint32_t index, std::uint64_t generation) const;
 

@@ -25,7 +25,7 @@ struct ControlBlock {
   std::uint64_t slots;
   std::atomic<std::uint32_t> open;  // 1 until the producer closes
   std::uint8_t padding[20];
-  // After it: `slots` words, the generation that each slot holds, 0 for none.
+  // After it: `slots` generation words; see kRevokedBit.
 
   static std::size_t nbytes(std::uint64_t slots) { return sizeof(ControlBlock) + slots * sizeof(std::uint64_t); }
   std::atomic<std::uint64_t>* generations() { return reinterpret_cast<std::atomic<std::uint64_t>*>(this + 1); }
@@ -52,7 +52,8 @@ class SlotTable {
   Ticket admit(std::uint64_t offset, std::uint64_t nbytes, Clock::duration lease);
 
   // No read of the slot begins after this.  True if none is running; else a kDrained follows.
-  bool withdraw(std::uint32_t index, std::uint64_t generation);
+  // `revoked` is what late readers are told, until the slot is admitted again.
+  bool withdraw(std::uint32_t index, std::uint64_t generation, bool revoked);
 
   // 0 and the pool offset of the first byte, or why the request is refused.  After 0 the slot is
   // held until end_read().
@@ -82,11 +83,12 @@ class SlotTable {
     Clock::time_point deadline;
     std::uint32_t readers = 0;
     bool admitted = false;
+    bool revoked = false;  // why it is not admitted any more
   };
 
   ControlBlock& block() const { return *reinterpret_cast<ControlBlock*>(control_->data()); }
-  bool holds(std::uint32_t index, std::uint64_t generation, const Identifier& token) const;
-  void retire(std::uint32_t index);
+  bool names(std::uint32_t index, std::uint64_t generation, const Identifier& token) const;
+  void retire(std::uint32_t index, bool revoked);
   void enqueue(const Notification& notification);
 
   const std::uint64_t pool_nbytes_;
@@ -97,8 +99,8 @@ class SlotTable {
   mutable std::mutex mutex_;
   std::condition_variable arrived_;
   std::vector<Slot> slots_;
-  std::vector<std::uint32_t> free_;
-  std::uint64_t next_generation_ = 1;
+  std::deque<std::uint32_t> free_;     // first out is what was freed first, so that its last ticket is known for long
+  std::uint64_t next_generation_ = 1;  // never comes near kRevokedBit
   std::uint64_t running_reads_ = 0;
   std::deque<Notification> queue_;
   bool woken_ = false;

@@ -19,6 +19,7 @@ enum Status : int {
   kPeerGone = -1007,           // a peer on this host has closed or died
   kLibraryUnusable = -1008,    // no usable UCX library at this path
   kNoMemory = -1009,           // the operating system refused memory
+  kLeaseRevoked = -1010,       // the producer took the publication back
 };
 
 // The one exception of the core; `status()` is a ucs_status_t or a Status.
