@@ -194,7 +194,7 @@ class _Bytes:
 
 
 def _forgotten(publications: Publications, held: Held, lifetime: Lifetime) -> None:
-    if held.owned and not lifetime.forked:
+    if held.owned and not lifetime.forked and not lifetime.closed:
         publications.give_back_later(held)
         message = f"the reservation of {held.request_id!r} was neither published nor cancelled"
         warnings.warn(message, ResourceWarning, stacklevel=2)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tensorferry import steps
+from tensorferry.arguments import Deadline
+from tensorferry.dispatcher import Dispatcher
+from tensorferry.errors import ClosedError, TransferCancelledError
+from tensorferry.steps import Gate
+
+
+@pytest.fixture
+def dispatcher():
+    woken = threading.Event()
+
+    def sleep(timeout: float) -> None:
+        woken.wait(timeout)
+        woken.clear()
+
+    one = Dispatcher("the test", sleep, woken.set)
+    yield one
+    one.close()
+    one.join(5.0)
+    assert "tensorferry-requests" not in {thread.name for thread in threading.enumerate()}
+
+
+def through(gate: Gate, deadline: Deadline, log: list[str], name: str = "it"):
+    """Steps that wait for a gate."""
+    try:
+        yield gate
+        if not gate.wait(deadline.remaining()):
+            raise TimeoutError(f"{name} waited too long")
+        log.append(name)
+        return name
+    finally:
+        log.append(f"{name} left")
+
+
+def test_the_same_steps_run_on_a_thread_of_their_own(threads, wait_for):
+    gate, log = Gate(), []
+    waiting = threads.submit(lambda: steps.run(through(gate, Deadline(10), log)))
+    gate.open()
+    assert waiting.result(5) == "it"
+    with pytest.raises(TimeoutError):
+        steps.run(through(Gate(), Deadline(0.01), log))
+
+
+def test_resumes_each_task_when_its_own_gate_opens(dispatcher):
+    gates, log = [Gate() for _ in range(100)], []
+    tasks = [
+        dispatcher.submit(through(gate, Deadline(30), log, str(i)), Deadline(30))
+        for i, gate in enumerate(gates)
+    ]
+    for i in (7, 3, 99):
+        gates[i].open()
+        assert tasks[i].outcome.result(5) == str(i)
+    assert sum(task.outcome.done() for task in tasks) == 3
+    for gate in gates:
+        gate.open()
+    assert [task.outcome.result(5) for task in tasks] == [str(i) for i in range(100)]
+
+
+def test_a_gate_that_is_open_is_no_obstacle(dispatcher):
+    gate = Gate()
+    gate.open()
+    assert dispatcher.submit(through(gate, Deadline(30), []), Deadline(30)).outcome.result(5) == "it"
+
+
+def test_a_deadline_resumes_what_waits(dispatcher):
+    late = dispatcher.submit(through(Gate(), Deadline(0.05), []), Deadline(0.05))
+    with pytest.raises(TimeoutError, match="it waited too long"):
+        late.outcome.result(5)
+
+
+def test_steps_that_go_on_waiting_after_their_time_end_all_the_same(dispatcher):
+    """The last wait begins when the time is up already: nobody must wait for its gate."""
+
+    def twice(deadline: Deadline):
+        yield Gate()
+        yield (second := Gate())
+        if not second.wait(deadline.remaining()):
+            raise TimeoutError
+
+    deadline = Deadline(0.05)
+    with pytest.raises(TimeoutError):
+        dispatcher.submit(twice(deadline), deadline).outcome.result(5)
+
+
+def test_cancelling_raises_inside_the_steps(dispatcher):
+    log: list[str] = []
+    task = dispatcher.submit(through(Gate(), Deadline(30), log), Deadline(30))
+    dispatcher.cancel(task, TransferCancelledError("enough"))
+    with pytest.raises(TransferCancelledError, match="enough"):
+        task.outcome.result(5)
+    assert log == ["it left"]
+    dispatcher.cancel(task, TransferCancelledError("again"))  # harmless
+
+
+def test_one_task_that_fails_costs_the_others_nothing(dispatcher):
+    def fails():
+        raise SystemExit("in the middle")
+        yield
+
+    gate = Gate()
+    good = dispatcher.submit(through(gate, Deadline(30), []), Deadline(30))
+    with pytest.raises(SystemExit):
+        dispatcher.submit(fails(), Deadline(30)).outcome.result(5)
+    gate.open()
+    assert good.outcome.result(5) == "it"
+
+
+def test_closing_ends_all_tasks_and_takes_no_more(dispatcher):
+    log: list[str] = []
+    tasks = [dispatcher.submit(through(Gate(), Deadline(30), log), Deadline(30)) for _ in range(3)]
+    dispatcher.close()
+    for task in tasks:
+        with pytest.raises(ClosedError, match="the test was closed"):
+            task.outcome.result(5)
+    assert log == ["it left"] * 3
+    with pytest.raises(ClosedError):
+        dispatcher.submit(through(Gate(), Deadline(1), []), Deadline(1))
+
+
+def test_closing_from_its_own_thread_leaves_the_last_deed_to_it(dispatcher):
+    done = threading.Event()
+
+    def closes():
+        assert dispatcher.is_this_thread
+        dispatcher.close(last_deed=done.set)
+        assert not done.is_set()
+        return None
+        yield
+
+    dispatcher.submit(closes(), Deadline(30)).outcome.result(5)
+    assert done.wait(5)
+
+
+def test_ended_tasks_are_forgotten(dispatcher):
+    """Their deadlines are far away."""
+    gate = Gate()
+    gate.open()
+    for _ in range(1000):
+        dispatcher.submit(through(gate, Deadline(600), []), Deadline(600)).outcome.result(5)
+    assert len(dispatcher._deadlines) < 100
+    assert not dispatcher._tasks
