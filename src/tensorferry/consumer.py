@@ -47,7 +47,7 @@ class Consumer:
         access: How to read: ``"served"``, ``"rdma"``, ``"mapped"``, or ``"auto"`` for the best
             that the producer offers and that works between the two.
         key: 16 to 64 bytes (or text) shared with the producers; manifests without a valid MAC
-            are refused then.
+            are refused then, and releases and rejects carry one.
         max_manifest_bytes: Longer manifests are refused.
         name: What messages call this consumer.
 
@@ -86,7 +86,7 @@ class Consumer:
                 options=arguments.as_options(backend_options),
             )
         self._lifetime = Lifetime("a Consumer" if name is None else f"Consumer {name!r}")
-        self._receiver = Receiver(reader, chosen, self._lifetime)
+        self._receiver = Receiver(reader, chosen, self._lifetime, self._key)
         self._closer = Closer(self, self._lifetime, self._receiver.close)
 
     def __repr__(self) -> str:

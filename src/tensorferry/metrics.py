@@ -32,6 +32,8 @@ class ProducerStatistics:
         rejected: Rejects that counted as a consumer's release.
         ignored_notices: Releases and rejects that changed nothing: of an ended publication,
             or repeated by one consumer.
+        forged_notices: Releases and rejects that were not believed: a key is set, and their MAC
+            is missing or wrong.  Not among ``ignored_notices``.
     """
 
     pool_nbytes: int
@@ -49,6 +51,7 @@ class ProducerStatistics:
     revoked: int
     rejected: int
     ignored_notices: int
+    forged_notices: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ class Producer:
         access: How consumers may read: ``"served"``, ``"rdma"``, ``"mapped"``, or ``"auto"`` for
             all that suit.
         lease: Seconds for which a publication is kept for its consumers by default.
-        key: 16 to 64 bytes (or text) shared with the consumers; manifests carry a MAC then.
+        key: 16 to 64 bytes (or text) shared with the consumers; manifests carry a MAC then, and
+            releases and rejects without a valid one are not counted.
         checksum: ``"xxh3"`` adds a checksum of each tensor, which consumers verify.
         name: What consumers and messages call this producer.
 
@@ -362,6 +363,7 @@ _COUNTED = (
     "revoked",
     "rejected",
     "ignored_notices",
+    "forged_notices",
 )
 
 

@@ -9,12 +9,14 @@ collected while the thread runs.
 from __future__ import annotations
 
 import heapq
+import hmac
 import logging
 import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from tensorferry import wire
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import ExportedPool, Notice, SlotTicket
 from tensorferry.errors import ClosedError, UsageError
@@ -57,12 +59,17 @@ class Publications:
         room: Where slots come from; closed with this object.
         lifetime: The producer's.
         usual_lease: Seconds that most leases last; shorter ones cost a wake-up of the thread.
+        key: With one, releases and rejects are believed only with its MAC.
     """
 
-    def __init__(self, pool: ExportedPool, room: Room, lifetime: Lifetime, usual_lease: float) -> None:
+    def __init__(
+        self, pool: ExportedPool, room: Room, lifetime: Lifetime, *, usual_lease: float, key: bytes | None
+    ) -> None:
         self.pool = pool
         self.room = room
         self._lifetime = lifetime
+        self._key = key
+        self._uid = pool.peer.uid
         self._longest_sleep = max(usual_lease, 1.0)
         self._changed = threading.Condition()
         self._names: set[str] = set()  # of publications that live or are being made
@@ -269,11 +276,13 @@ class Publications:
                 self._free(drained)
             return
         publication = self._by_generation.get(notice.generation)
-        if (
-            publication is None
-            or publication.ticket.index != notice.index
-            or not publication.lease.release(notice.consumer, now)
-        ):
+        if publication is None or publication.ticket.index != notice.index:
+            self._counts["ignored_notices"] += 1
+            return
+        if not self._genuine(notice, publication.ticket):
+            self._counts["forged_notices"] += 1
+            return
+        if not publication.lease.release(notice.consumer, now):
             self._counts["ignored_notices"] += 1
             return
         if notice.kind == "reject":
@@ -281,6 +290,20 @@ class Publications:
         if not publication.lease.live:
             self._counts["released"] += 1
             self._end(publication)
+
+    def _genuine(self, notice: Notice, ticket: SlotTicket) -> bool:
+        if self._key is None or notice.kind == "drained":
+            return True
+        expected = wire.notice_mac(
+            self._key,
+            notice.kind,
+            producer=self._uid,
+            index=ticket.index,
+            generation=ticket.generation,
+            token=ticket.token,
+            consumer=notice.consumer,
+        )
+        return hmac.compare_digest(notice.mac, expected)
 
     def _remove(self, publication: Publication) -> None:
         del self._live[publication.request_id]

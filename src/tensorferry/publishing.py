@@ -132,7 +132,7 @@ class Publisher:
         name: str | None,
     ) -> None:
         self.room = room
-        self.publications = Publications(pool, room, lifetime, lease)
+        self.publications = Publications(pool, room, lifetime, usual_lease=lease, key=key)
         self.pool = pool.pool
         self._lifetime = lifetime
         self._peer = pool.peer

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from tensorferry import layout, steps
+from tensorferry import layout, steps, wire
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import Access, Connection, Read, Reader, Span
 from tensorferry.dispatcher import Dispatcher
@@ -55,15 +55,19 @@ class Receiver:
         reader: The backend's; closed with this object.
         access: Which way to read.
         lifetime: The consumer's.
+        key: For the MACs of releases and rejects.
     """
 
-    def __init__(self, reader: Reader, access: Access | Literal["auto"], lifetime: Lifetime) -> None:
+    def __init__(
+        self, reader: Reader, access: Access | Literal["auto"], lifetime: Lifetime, key: bytes | None
+    ) -> None:
         self.landing = Landing(reader.pool, lifetime.what)
         self.dispatcher = Dispatcher(lifetime.what, self._sleep, reader.wake)
         self.device = reader.pool.device
         self._reader = reader
         self._access = access
         self._lifetime = lifetime
+        self._key = key
         self._consumer = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._known: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -152,7 +156,7 @@ class Receiver:
             connection, _ = steps.run(self._connect(order, deadline))
         except TransferError:
             return
-        connection.notify(kind, order.manifest.ticket, self._consumer)
+        self._tell(connection, kind, order)
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -329,7 +333,20 @@ class Receiver:
             raise mismatch
 
     def _release(self, connection: Connection, order: Order) -> None:
-        connection.notify("release", order.manifest.ticket, self._consumer)
+        self._tell(connection, "release", order)
+
+    def _tell(self, connection: Connection, kind: Literal["release", "reject"], order: Order) -> None:
+        ticket = order.manifest.ticket
+        mac = wire.notice_mac(
+            self._key,
+            kind,
+            producer=order.manifest.peer.uid,
+            index=ticket.index,
+            generation=ticket.generation,
+            token=ticket.token,
+            consumer=self._consumer,
+        )
+        connection.notify(kind, ticket, self._consumer, mac)
 
     def _give_back(self, arrival: Arrival) -> None:
         if arrival.loan is not None:

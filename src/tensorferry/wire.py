@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Any
+import struct
+from typing import Any, Literal
 
 import msgpack
 
@@ -27,6 +28,9 @@ MAX_MANIFEST_NBYTES = 16 << 20
 MAX_CONTAINERS = 1 << 18
 
 _PURPOSE = b"ferry manifest 1"
+_NOTICE_PURPOSE = b"ferry notice 1"
+_NOTICE = struct.Struct("<B16s16sIQ16s")  # kind, producer, consumer, index, generation, token
+_NOTICE_KINDS = {"release": 1, "reject": 2}
 
 
 def as_key(key: bytes | str | None) -> bytes | None:
@@ -87,6 +91,33 @@ def unseal(data: bytes, key: bytes | None) -> bytes:
             )
         raise ManifestError("the manifest was altered or cut off on its way: its digest is wrong")
     return body
+
+
+def notice_mac(
+    key: bytes | None,
+    kind: Literal["release", "reject"],
+    *,
+    producer: bytes,
+    index: int,
+    generation: int,
+    token: bytes,
+    consumer: bytes,
+) -> bytes:
+    """Return the MAC of a control message; zeros if there is no key.
+
+    Args:
+        key: As :func:`as_key` returns it.
+        kind: What the message says.
+        producer: The 16 bytes of the producer's uid, to whom alone it says so.
+        index: Of the slot.
+        generation: Of the slot.
+        token: The 16 bytes of the slot's token.
+        consumer: 16 bytes that name the consumer.
+    """
+    if not key:
+        return bytes(DIGEST_NBYTES)
+    message = _NOTICE.pack(_NOTICE_KINDS[kind], producer, consumer, index, generation, token)
+    return hashlib.blake2b(message, digest_size=DIGEST_NBYTES, key=key, person=_NOTICE_PURPOSE).digest()
 
 
 def pack(body: dict[str, Any]) -> bytes:

@@ -90,6 +90,8 @@ def test_checksums_and_keys_over_the_wire(two):
     consumer.call(peers.open_consumer, "16MiB", key=options["key"])
     manifest = producer.call(peers.publish, "a", payloads.every_layout)
     assert consumer.call(peers.pull_and_compare, manifest, payloads.every_layout) == ""
+    assert producer.call(peers.wait_released, "a", 10)
+    assert producer.call(peers.statistics, "producer")["forged_notices"] == 0
     unsigned = consumer
     unsigned.call(peers.open_consumer, "16MiB")
     with pytest.raises(peers.RemoteError, match="AuthenticationError"):

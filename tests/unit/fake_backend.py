@@ -117,10 +117,12 @@ class FakePool(ExportedPool):
         self.live.clear()
         self.wake()
 
-    def tell(self, kind: str, ticket: SlotTicket, consumer: bytes = b"c" * 16) -> None:
+    def tell(
+        self, kind: str, ticket: SlotTicket, consumer: bytes = b"c" * 16, mac: bytes = bytes(32)
+    ) -> None:
         """Deliver a notice."""
         with self._changed:
-            self._queue.append(Notice(kind, ticket.index, ticket.generation, consumer))  # type: ignore[arg-type]
+            self._queue.append(Notice(kind, ticket.index, ticket.generation, consumer, mac))  # type: ignore[arg-type]
             self._changed.notify_all()
 
     def drain(self, ticket: SlotTicket) -> None:
@@ -219,8 +221,10 @@ class FakeConnection(Connection):
         self.reader.before_verify(self.peer, ticket)
         self._check(ticket)
 
-    def notify(self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes) -> None:
-        self.peer.tell(kind, ticket, consumer)
+    def notify(
+        self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes, mac: bytes
+    ) -> None:
+        self.peer.tell(kind, ticket, consumer, mac)
 
     def _check(self, ticket: SlotTicket) -> None:
         if self.breaks or self.is_broken or self.peer.closed:

@@ -188,6 +188,20 @@ def test_a_slot_is_kept_on_demand_and_released_later(pair, wait_for):
     wait_for(lambda: producer.statistics().ignored_notices == 1)
 
 
+def test_with_a_key_on_both_sides_releases_and_rejects_are_believed(make_producer, make_consumer):
+    key = "0123456789abcdef"
+    producer, consumer = make_producer(key=key), make_consumer(key=key)
+    pulled, kept, unwanted = (producer.publish(name, PAYLOAD) for name in ("pulled", "kept", "unwanted"))
+    consumer.pull(pulled)
+    consumer.pull(kept, release=False)
+    consumer.release(kept)
+    consumer.reject(unwanted)
+    for name in ("pulled", "kept", "unwanted"):
+        assert producer.wait_released(name, 5)
+    statistics = producer.statistics()
+    assert (statistics.released, statistics.rejected, statistics.forged_notices) == (3, 1, 0)
+
+
 def test_reject_gives_back_without_a_pull(pair):
     producer, consumer = pair
     manifest = producer.publish("a", PAYLOAD)

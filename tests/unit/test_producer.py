@@ -8,11 +8,13 @@ import os
 import threading
 import time
 import warnings
+from typing import Literal
 
 import fake_backend
 import pytest
 import torch
 
+from tensorferry import wire
 from tensorferry.errors import (
     BackendUnavailableError,
     ClosedError,
@@ -22,10 +24,11 @@ from tensorferry.errors import (
     PoolTimeoutError,
     UsageError,
 )
-from tensorferry.manifest import decode_manifest, read_manifest
+from tensorferry.manifest import Manifest, decode_manifest, read_manifest
 from tensorferry.producer import Producer
 
 ANN, BOB = b"a" * 16, b"b" * 16
+KEY = b"0123456789abcdef"
 
 
 def backend() -> fake_backend.FakePool:
@@ -34,6 +37,21 @@ def backend() -> fake_backend.FakePool:
 
 def ticket_of(manifest: bytes):
     return read_manifest(manifest).ticket
+
+
+def mac_of(
+    manifest: Manifest, kind: Literal["release", "reject"], consumer: bytes, key: bytes = KEY
+) -> bytes:
+    ticket = manifest.ticket
+    return wire.notice_mac(
+        key,
+        kind,
+        producer=manifest.peer.uid,
+        index=ticket.index,
+        generation=ticket.generation,
+        token=ticket.token,
+        consumer=consumer,
+    )
 
 
 def numbers(nbytes: int) -> torch.Tensor:
@@ -248,6 +266,49 @@ def test_notices_of_other_generations_are_ignored(make_producer, wait_for):
     backend().drain(ticket)
     wait_for(lambda: producer.statistics().ignored_notices == 1)
     assert producer.statistics().live == 1
+
+
+def test_with_a_key_notices_without_its_mac_change_nothing_and_are_counted(make_producer, wait_for):
+    producer = make_producer(key=KEY)
+    manifest = decode_manifest(producer.publish("a", {"x": numbers(10)}), KEY)
+    ticket = manifest.ticket
+    genuine = mac_of(manifest, "release", ANN)
+    backend().tell("release", ticket, ANN)
+    backend().tell("release", ticket, ANN, genuine[:-1] + bytes([genuine[-1] ^ 1]))
+    backend().tell("release", ticket, BOB, genuine)
+    backend().tell("reject", ticket, ANN, genuine)
+    backend().tell("release", ticket, ANN, mac_of(manifest, "release", ANN, key=b"f" * 16))
+    backend().tell("release", ticket, ANN, b"")
+    wait_for(lambda: producer.statistics().forged_notices == 6)
+    statistics = producer.statistics()
+    assert (statistics.live, statistics.rejected, statistics.ignored_notices) == (1, 0, 0)
+    backend().tell("release", ticket, ANN, genuine)
+    assert producer.wait_released("a", 5)
+
+
+def test_a_release_that_is_sent_again_counts_once(make_producer, wait_for):
+    """Whoever sees a control message on its way may repeat it: for the same slot, and for its next owner."""
+    producer = make_producer(key=KEY)
+    manifest = decode_manifest(producer.publish("a", {"x": numbers(10)}, consumers=2), KEY)
+    genuine = mac_of(manifest, "release", ANN)
+    for _ in range(3):
+        backend().tell("release", manifest.ticket, ANN, genuine)
+    wait_for(lambda: producer.statistics().ignored_notices == 2)
+    assert producer.statistics().live == 1
+    producer.revoke("a")
+    following = decode_manifest(producer.publish("b", {"x": numbers(10)}), KEY)
+    backend().tell("release", manifest.ticket, ANN, genuine)
+    backend().tell("release", following.ticket, ANN, genuine)
+    wait_for(lambda: producer.statistics().ignored_notices == 3)
+    wait_for(lambda: producer.statistics().forged_notices == 1)
+    assert producer.statistics().live == 1
+
+
+def test_without_a_key_macs_are_not_looked_at(make_producer):
+    producer = make_producer()
+    ticket = ticket_of(producer.publish("a", {"x": numbers(10)}))
+    backend().tell("release", ticket, ANN, b"\xff" * 32)
+    assert producer.wait_released("a", 5)
 
 
 def test_leases_end_in_their_own_order(make_producer):

@@ -11,8 +11,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
+#include <string>
 #include <tuple>
 
 #include "tensorferry/transport/endpoint.hpp"
@@ -38,8 +40,9 @@ nb::bytes to_python(const tf::Bytes& bytes) {
   return nb::bytes(bytes.data(), bytes.size());
 }
 
-nb::bytes to_python(const tf::Identifier& identifier) {
-  return nb::bytes(identifier.data(), identifier.size());
+template <std::size_t N>
+nb::bytes to_python(const std::array<std::uint8_t, N>& bytes) {
+  return nb::bytes(bytes.data(), bytes.size());
 }
 
 tf::Bytes bytes_of(const nb::bytes& bytes) {
@@ -47,11 +50,18 @@ tf::Bytes bytes_of(const nb::bytes& bytes) {
   return tf::Bytes(first, first + bytes.size());
 }
 
+template <typename Array>
+Array array_of(const nb::bytes& bytes) {
+  Array array;
+  if (bytes.size() != array.size()) {
+    throw nb::value_error(("bytes of length " + std::to_string(array.size()) + " are needed here").c_str());
+  }
+  std::memcpy(array.data(), bytes.data(), array.size());
+  return array;
+}
+
 tf::Identifier identifier_of(const nb::bytes& bytes) {
-  tf::Identifier identifier;
-  if (bytes.size() != identifier.size()) throw nb::value_error("an identifier has 16 bytes");
-  std::memcpy(identifier.data(), bytes.data(), identifier.size());
-  return identifier;
+  return array_of<tf::Identifier>(bytes);
 }
 
 tf::Ticket ticket_of(std::uint32_t index, std::uint64_t generation, const nb::bytes& token, std::uint64_t offset,
@@ -98,8 +108,8 @@ bool wait(tf::Read& read, double timeout) {
 // Endpoint.release() and reject().
 auto notify(tf::NotificationKind kind) {
   return [kind](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
-                const nb::bytes& consumer) {
-    self.notify(kind, ticket_of(index, generation, token, 0, 0), identifier_of(consumer));
+                const nb::bytes& consumer, const nb::bytes& mac) {
+    self.notify(kind, ticket_of(index, generation, token, 0, 0), identifier_of(consumer), array_of<tf::Mac>(mac));
   };
 }
 
@@ -200,13 +210,13 @@ NB_MODULE(_transport, m) {
             }
             nb::list list;
             for (const tf::Notification& one : taken) {
-              list.append(
-                  nb::make_tuple(static_cast<int>(one.kind), one.index, one.generation, to_python(one.consumer)));
+              list.append(nb::make_tuple(static_cast<int>(one.kind), one.index, one.generation, to_python(one.consumer),
+                                         to_python(one.mac)));
             }
             return list;
           },
-          "timeout"_a, nb::sig("def notifications(self, timeout: float) -> list[tuple[int, int, int, bytes]]"),
-          "Waits; returns tuples of kind, index, generation and consumer.")
+          "timeout"_a, nb::sig("def notifications(self, timeout: float) -> list[tuple[int, int, int, bytes, bytes]]"),
+          "Waits; returns tuples of kind, index, generation, consumer and MAC.")
       .def("wake", &tf::SlotTable::wake)
       .def("close", &tf::SlotTable::close)
       .def_prop_ro("running_reads", &tf::SlotTable::running_reads)
@@ -272,8 +282,9 @@ NB_MODULE(_transport, m) {
             return std::const_pointer_cast<tf::RemoteKey>(self.unpack(packed, address, nbytes));
           },
           "key"_a, "address"_a, "nbytes"_a)
-      .def("release", notify(tf::NotificationKind::kRelease), "index"_a, "generation"_a, "token"_a, "consumer"_a)
-      .def("reject", notify(tf::NotificationKind::kReject), "index"_a, "generation"_a, "token"_a, "consumer"_a)
+      .def("release", notify(tf::NotificationKind::kRelease), "index"_a, "generation"_a, "token"_a, "consumer"_a,
+           "mac"_a)
+      .def("reject", notify(tf::NotificationKind::kReject), "index"_a, "generation"_a, "token"_a, "consumer"_a, "mac"_a)
       .def(
           "close", [](tf::Endpoint& self, double timeout) { self.close(duration(timeout)); }, "timeout"_a,
           ReleaseGil());

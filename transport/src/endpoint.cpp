@@ -129,7 +129,7 @@ std::shared_ptr<const RemoteKey> Endpoint::unpack(const Bytes& key, std::uint64_
   return unpacked;
 }
 
-void Endpoint::notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer) {
+void Endpoint::notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer, const Mac& mac) {
   NotifyRequest message{};
   message.protocol = kProtocol;
   message.kind = static_cast<std::uint32_t>(kind);
@@ -137,6 +137,7 @@ void Endpoint::notify(NotificationKind kind, const Ticket& ticket, const Identif
   message.generation = ticket.generation;
   message.token = ticket.token;
   message.consumer = consumer;
+  message.mac = mac;
   worker_->post([worker = worker_.get(), connection = connection_, message] {
     if (connection->handle == nullptr) return;
     worker->send(connection->handle, kNotifyMessage, &message, sizeof message, 0, {}, [](int) {});

@@ -12,7 +12,7 @@ namespace {
 struct Outgoing {
   Worker* worker;
   std::uint64_t* running;
-  std::array<std::uint8_t, 64> header;
+  std::array<std::uint8_t, 88> header;
   std::function<void(int)> done;
 
   void end(int status) {
@@ -20,7 +20,7 @@ struct Outgoing {
     done(status);
   }
 };
-static_assert(sizeof(ReadRequest) <= 64 && sizeof(NotifyRequest) <= 64);
+static_assert(sizeof(ReadRequest) <= 88 && sizeof(NotifyRequest) <= 88);
 
 template <typename Header>
 bool parse(const void* header, std::size_t nbytes, Header& parsed) {

@@ -124,7 +124,7 @@ void SlotTable::end_read(std::uint32_t index) {
   --running_reads_;
   if (--slot.readers > 0 || slot.admitted) return;
   free_.push_back(index);
-  enqueue({NotificationKind::kDrained, index, slot.ticket.generation, {}});
+  enqueue({NotificationKind::kDrained, index, slot.ticket.generation, {}, {}});
 }
 
 int SlotTable::greet(const ReadRequest& request) const {
@@ -137,7 +137,8 @@ void SlotTable::report(const NotifyRequest& request) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (!names(request.index, request.generation, request.token)) return;
   if (!slots_[request.index].admitted || queue_.size() >= kMaximumQueued) return;
-  enqueue({static_cast<NotificationKind>(request.kind), request.index, request.generation, request.consumer});
+  enqueue(
+      {static_cast<NotificationKind>(request.kind), request.index, request.generation, request.consumer, request.mac});
 }
 
 void SlotTable::enqueue(const Notification& notification) {

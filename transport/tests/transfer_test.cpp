@@ -211,12 +211,14 @@ TEST_CASE("notifications arrive") {
   Consumer consumer(producer);
   const Ticket ticket = producer.table->admit(0, 4096, 60s);
   const Identifier me{42};
-  consumer.endpoint->notify(NotificationKind::kRelease, ticket, me);
+  const Mac mac{1, 2, 3};
+  consumer.endpoint->notify(NotificationKind::kRelease, ticket, me, mac);
   const auto taken = producer.table->notifications(20s);
   REQUIRE(taken.size() == 1);
   CHECK(taken[0].kind == NotificationKind::kRelease);
   CHECK(taken[0].generation == ticket.generation);
   CHECK(taken[0].consumer == me);
+  CHECK(taken[0].mac == mac);
 }
 
 TEST_CASE("closing an endpoint delivers what was queued on it") {
@@ -224,7 +226,7 @@ TEST_CASE("closing an endpoint delivers what was queued on it") {
   const Ticket ticket = producer.table->admit(0, 4096, 60s);
   {
     Consumer consumer(producer);
-    consumer.endpoint->notify(NotificationKind::kReject, ticket, {});
+    consumer.endpoint->notify(NotificationKind::kReject, ticket, {}, {});
     consumer.worker->close(10s);
   }
   const auto taken = producer.table->notifications(20s);

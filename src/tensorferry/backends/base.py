@@ -98,13 +98,15 @@ class Notice:
     """What the producer's backend reports about a slot.
 
     ``release`` and ``reject`` come from a consumer that proved the slot's token; ``drained``
-    says that a withdrawn slot, which still had readers, has none left now.
+    says that a withdrawn slot, which still had readers, has none left now.  ``mac`` is what
+    the consumer gave to :meth:`Connection.notify`; the backend does not look at it.
     """
 
     kind: NoticeKind
     index: int
     generation: int
     consumer: bytes
+    mac: bytes
 
 
 class ExportedPool(ABC):
@@ -271,8 +273,16 @@ class Connection(ABC):
         """
 
     @abstractmethod
-    def notify(self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes) -> None:
+    def notify(
+        self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes, mac: bytes
+    ) -> None:
         """Send a release or reject to the producer; returns as soon as it is queued.
+
+        Args:
+            kind: Which of the two.
+            ticket: Of the slot.
+            consumer: 16 bytes that name the consumer.
+            mac: 32 bytes of :func:`tensorferry.wire.notice_mac`.
 
         A notification that cannot be delivered is dropped: the lease covers it.
         """

@@ -160,8 +160,8 @@ class UcxExportedPool(ExportedPool):
 
     def notices(self, timeout: float) -> list[Notice]:
         return [
-            Notice(_NOTICE_KINDS[kind], index, generation, consumer)
-            for kind, index, generation, consumer in self._table.notifications(timeout)
+            Notice(_NOTICE_KINDS[kind], index, generation, consumer, mac)
+            for kind, index, generation, consumer, mac in self._table.notifications(timeout)
         ]
 
     def wake(self) -> None:
@@ -300,9 +300,11 @@ class _EndpointConnection(Connection):
     def verify(self, ticket: SlotTicket) -> None:
         raise UsageError(f"access {self._access!r} verifies within the read")
 
-    def notify(self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes) -> None:
+    def notify(
+        self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes, mac: bytes
+    ) -> None:
         send = self._endpoint.release if kind == "release" else self._endpoint.reject
-        send(*_slot(ticket), consumer)
+        send(*_slot(ticket), consumer, mac)
 
     def close(self, timeout: float) -> None:
         self._endpoint.close(timeout)

@@ -48,7 +48,7 @@ class Endpoint {
   std::shared_ptr<const RemoteKey> unpack(const Bytes& key, std::uint64_t address, std::uint64_t nbytes);
 
   // Queues a notification; it is dropped if the peer is lost.
-  void notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer);
+  void notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer, const Mac& mac);
 
   // Flushes what was queued for up to `timeout`, then closes.  Idempotent.
   void close(std::chrono::nanoseconds timeout);

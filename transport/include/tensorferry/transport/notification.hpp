@@ -10,6 +10,7 @@
 namespace tensorferry::transport {
 
 using Identifier = std::array<std::uint8_t, 16>;
+using Mac = std::array<std::uint8_t, 32>;
 
 enum class NotificationKind : std::uint8_t {
   kRelease = 1,  // a consumer needs the slot no longer
@@ -23,6 +24,7 @@ struct Notification {
   std::uint32_t index;
   std::uint64_t generation;
   Identifier consumer;
+  Mac mac;  // as it came: what it proves is the user's business
 };
 
 // A slot's generation word, as peers see it: the generation that the slot holds; after a revoke that
@@ -49,7 +51,7 @@ struct Ticket {
 constexpr unsigned kReadMessage = 1;             // consumer → producer: ReadRequest, wants a reply
 constexpr unsigned kReplyMessage = 2;            // producer → consumer: ReadReply, then the data
 constexpr unsigned kNotifyMessage = 3;           // consumer → producer: NotifyRequest
-constexpr std::uint32_t kProtocol = 0x7f546601;  // "this is tensorferry, messages version 1"
+constexpr std::uint32_t kProtocol = 0x7f546602;  // "this is tensorferry, messages version 2"
 
 enum class ReadKind : std::uint32_t { kData = 0, kHello = 1 };
 
@@ -79,10 +81,11 @@ struct NotifyRequest {
   Identifier consumer;
   std::uint32_t index;
   std::uint32_t reserved;  // 0
+  Mac mac;                 // 0 where there is no key
 };
 
 static_assert(sizeof(ReadRequest) == 64 && std::is_trivially_copyable_v<ReadRequest>);
 static_assert(sizeof(ReadReply) == 16 && std::is_trivially_copyable_v<ReadReply>);
-static_assert(sizeof(NotifyRequest) == 56 && std::is_trivially_copyable_v<NotifyRequest>);
+static_assert(sizeof(NotifyRequest) == 88 && std::is_trivially_copyable_v<NotifyRequest>);
 
 }  // namespace tensorferry::transport
