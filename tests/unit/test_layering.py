@@ -30,7 +30,7 @@ LAYERS = (
         "_transport",
     ),
     ("backends", "backends.base", "payload"),
-    ("allocator", "lease", "manifest", "validation", "layout", "packing", "slot_layout", "device_copy"),
+    ("allocator", "lease", "manifest", "validation", "layout", "slicing", "packing", "slot_layout", "device_copy"),
     ("buffer", "ownership", "room", "landing", "orders", "dispatcher", "request"),
     ("backends.registry", "backends.ucx", "backends.ucx_library", "backends.ucx_native"),
     ("publications", "publishing", "receiving", "reservation"),
