@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -35,7 +36,8 @@ def simulated(whole: torch.Tensor, index) -> torch.Tensor:
     """Read as planned from the bytes of a tensor, and see the result in what has landed."""
     selection = select("x", index, whole.shape, whole.dtype.itemsize)
     memory = bits(whole)
-    landed = torch.cat([memory[:0], *(memory[start : start + n] for start, n in selection.ranges())])
+    before = torch.zeros(64, dtype=torch.uint8)  # bytes land somewhere in a pool
+    landed = torch.cat([before, *(memory[start : start + n] for start, n in selection.ranges())])[64:]
     assert len(landed) == sum(nbytes for _, nbytes in selection.ranges()) == selection.landed_nbytes
     return selection.view(landed.view(whole.dtype))
 
@@ -101,6 +103,14 @@ def test_equals_indexing_by_torch(case, limits):
         assert len(selection.ranges()) <= most
         if headers == 0 and selection.nbytes // case[0].dtype.itemsize <= min(many, most):
             assert selection.is_exact
+
+
+@pytest.mark.parametrize("headers", [0, 1, 2, 5, 12])
+def test_equals_indexing_by_torch_for_every_step(headers, monkeypatch):
+    monkeypatch.setattr(slicing, "HEADERS_NBYTES", headers)
+    whole = filled((3, 4, 3, 5), torch.uint8)
+    for steps in itertools.product([1, 2, 3], repeat=4):
+        check(whole, tuple(slice(None, None, step) for step in steps))
 
 
 @given(case=indexed())
