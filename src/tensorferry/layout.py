@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from tensorferry.manifest import TensorSpec
@@ -47,12 +47,23 @@ def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def regions(specs: Sequence[TensorSpec]) -> list[Region]:
-    """Group tensors into the fewest ranges without large gaps; tensors without bytes are left out."""
-    found: list[Region] = []
+def regions(specs: Sequence[TensorSpec], alone: Collection[int] = ()) -> list[Region]:
+    """Group tensors into the fewest ranges without large gaps; tensors without bytes are left out.
+
+    Args:
+        specs: The tensors.
+        alone: Those that get a region of their own.
+    """
+    found = [
+        Region(specs[index].offset, specs[index].nbytes, [index]) for index in alone if specs[index].nbytes
+    ]
     start = end = 0
     members: list[int] = []
-    placed = [(spec.offset, spec.nbytes, index) for index, spec in enumerate(specs) if spec.nbytes]
+    placed = [
+        (spec.offset, spec.nbytes, index)
+        for index, spec in enumerate(specs)
+        if spec.nbytes and index not in alone
+    ]
     for offset, nbytes, index in sorted(placed):
         if members and offset - end > MAX_GAP_NBYTES:
             found.append(Region(start, end - start, members))

@@ -103,6 +103,16 @@ def copy_out(memory: torch.Tensor, source: torch.Tensor) -> None:
         memory.copy_(source, non_blocking=memory.device.type == "cuda")
 
 
+def copy_strided(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the elements of a tensor in fresh memory, contiguous.
+
+    Copies that involve a CUDA device are only queued.
+    """
+    copy = _typed(fresh(source.nbytes, device), source.dtype, source.shape)
+    _as_integers(copy).copy_(_as_integers(source), non_blocking=device.type == "cuda")
+    return copy
+
+
 def fresh(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return a flat uint8 tensor with undefined contents."""
     if device.type != "cpu" or nbytes < pages.SMALLEST_NBYTES:
@@ -123,7 +133,7 @@ def carve(memory: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[i
         spec = specs[run.first]
         if run.length == 1:
             offset = offsets[run.first]
-            views.append(_seen_as(memory[offset : offset + spec.nbytes], spec))
+            views.append(_typed(memory[offset : offset + spec.nbytes], str_to_dtype(spec.dtype), spec.shape))
             continue
         stacked = _strided(memory, str_to_dtype(spec.dtype), spec.shape, offsets[run.first], run)
         # Views refuse some in-place operations with gradients; detached ones are plain tensors.
@@ -131,15 +141,15 @@ def carve(memory: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[i
     return views
 
 
-def _seen_as(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    return memory.view(str_to_dtype(spec.dtype)).view(spec.shape).detach()
+def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return memory.view(dtype).view(shape).detach()
 
 
 def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """Return a tensor without elements."""
     # Seen through bytes, since torch warns about complex32 where it allocates it.
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    return nothing.view(str_to_dtype(spec.dtype)).view(spec.shape)
+    return _typed(nothing, str_to_dtype(spec.dtype), spec.shape)
 
 
 def checksums(memory: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:

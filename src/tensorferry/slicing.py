@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
 from typing import Any, TypeAlias
@@ -49,16 +49,17 @@ class Selection:
         shape: Of the result.
         nbytes: Of the result.
         landed_nbytes: Bytes of all ranges.
+        first: First byte of the first range, counted from that of the tensor.
     """
 
     index: tuple[int | slice | None, ...]
     shape: tuple[int, ...]
     nbytes: int
     landed_nbytes: int
+    first: int
     _counts: tuple[int, ...]  # of elements, in each dimension of the tensor
     _distances: tuple[int, ...]  # from one to the next in the tensor, in bytes
     _split: int  # how many dimensions are taken apart
-    _first: int  # byte of the first range
     _span: int  # bytes of each range
     _itemsize: int
 
@@ -67,17 +68,30 @@ class Selection:
         """Whether what lands is the result, without gaps."""
         return self.landed_nbytes == self.nbytes
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return the ranges to read: first byte in the tensor, and bytes; they land in this order."""
+    def ranges(self, offset: int) -> list[tuple[int, int]]:
+        """Return the ranges to read, first byte and bytes, in the order in which they land.
+
+        Args:
+            offset: First byte of the tensor.
+        """
         if not self.nbytes:
             return []
-        starts = np.array([self._first])
+        starts = np.array([offset + self.first])
         for count, distance in zip(self._counts[: self._split], self._distances, strict=False):
             starts = (starts[:, None] + np.arange(count) * distance).reshape(-1)
         # The last of a row may touch the first of the next.
         begins = np.flatnonzero(np.diff(starts, prepend=-1 - self._span) != self._span)
         sizes = np.diff(begins, append=len(starts)) * self._span
         return list(zip(starts[begins].tolist(), sizes.tolist(), strict=True))
+
+    def in_place(self) -> Selection:
+        """Return the same selection as one range over all gaps, for memory that is at hand."""
+        if not self.nbytes:
+            return self
+        span = self._itemsize + sum(
+            (count - 1) * distance for count, distance in zip(self._counts, self._distances, strict=True)
+        )
+        return replace(self, landed_nbytes=span, _split=0, _span=span)
 
     def view(self, landed: torch.Tensor) -> torch.Tensor:
         """Return the result as a view of what the ranges have landed, a flat tensor of the same dtype."""
@@ -173,10 +187,10 @@ def _plan(index: tuple[int | slice | None, ...], shape: Sequence[int], itemsize:
         shape=tuple(size for entry, size in axes if not isinstance(entry, int)),
         nbytes=nbytes,
         landed_nbytes=prod(counts[:split]) * span,
+        first=sum(pick.start * pitch for pick, pitch in zip(picks, pitches, strict=True)) if nbytes else 0,
         _counts=counts,
         _distances=distances,
         _split=split,
-        _first=sum(pick.start * pitch for pick, pitch in zip(picks, pitches, strict=True)),
         _span=span,
         _itemsize=itemsize,
     )

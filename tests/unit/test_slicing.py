@@ -37,8 +37,8 @@ def simulated(whole: torch.Tensor, index) -> torch.Tensor:
     selection = select("x", index, whole.shape, whole.dtype.itemsize)
     memory = bits(whole)
     before = torch.zeros(64, dtype=torch.uint8)  # bytes land somewhere in a pool
-    landed = torch.cat([before, *(memory[start : start + n] for start, n in selection.ranges())])[64:]
-    assert len(landed) == sum(nbytes for _, nbytes in selection.ranges()) == selection.landed_nbytes
+    landed = torch.cat([before, *(memory[start : start + n] for start, n in selection.ranges(0))])[64:]
+    assert len(landed) == sum(nbytes for _, nbytes in selection.ranges(0)) == selection.landed_nbytes
     return selection.view(landed.view(whole.dtype))
 
 
@@ -100,7 +100,7 @@ def test_equals_indexing_by_torch(case, limits):
         patch.setattr(slicing, "MAX_READS", most)
         check(*case)
         selection = select("x", case[1], case[0].shape, case[0].dtype.itemsize)
-        assert len(selection.ranges()) <= most
+        assert len(selection.ranges(0)) <= most
         if headers == 0 and selection.nbytes // case[0].dtype.itemsize <= min(many, most):
             assert selection.is_exact
 
@@ -116,7 +116,7 @@ def test_equals_indexing_by_torch_for_every_step(headers, monkeypatch):
 @given(case=indexed())
 def test_ranges_are_apart_and_inside(case):
     whole, index = case
-    ranges = select("x", index, whole.shape, whole.dtype.itemsize).ranges()
+    ranges = select("x", index, whole.shape, whole.dtype.itemsize).ranges(0)
     assert all(nbytes > 0 for _, nbytes in ranges)
     ends = [0, *(start + nbytes for start, nbytes in ranges)]
     if ranges:
@@ -153,7 +153,7 @@ def test_slices_clamp_as_those_of_python():
     for index in (slice(0, 99), slice(-99, 2), slice(9, 99), slice(4, 1), slice(-1, -9), slice(1, 4, 99)):
         check(whole, index)
     huge = select("x", slice(-(1 << 70), 1 << 70, 1 << 70), (5,), 8)
-    assert (huge.shape, huge.ranges()) == ((1,), [(0, 8)])
+    assert (huge.shape, huge.ranges(0)) == ((1,), [(0, 8)])
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -178,64 +178,64 @@ def plan(index, shape, itemsize=4):
 
 
 def test_neighbours_are_one_read():
-    assert plan(slice(2, 5), (8, 16, 16)).ranges() == [(2 * KIB, 3 * KIB)]
-    assert plan((3, slice(4, 9)), (8, 16, 16)).ranges() == [(3 * KIB + 4 * 64, 5 * 64)]
-    assert plan((3, 4, slice(5, 7)), (8, 16, 16)).ranges() == [(3 * KIB + 4 * 64 + 20, 8)]
+    assert plan(slice(2, 5), (8, 16, 16)).ranges(0) == [(2 * KIB, 3 * KIB)]
+    assert plan((3, slice(4, 9)), (8, 16, 16)).ranges(0) == [(3 * KIB + 4 * 64, 5 * 64)]
+    assert plan((3, 4, slice(5, 7)), (8, 16, 16)).ranges(0) == [(3 * KIB + 4 * 64 + 20, 8)]
 
 
 def test_nothing_is_read_for_nothing():
     for index, shape in ((slice(3, 3), (8, 8)), (..., (0, 8)), ((0, slice(0)), (8, 8))):
         selection = plan(index, shape)
-        assert (selection.ranges(), selection.nbytes, selection.landed_nbytes) == ([], 0, 0)
+        assert (selection.ranges(0), selection.nbytes, selection.landed_nbytes) == ([], 0, 0)
 
 
 def test_wide_gaps_are_not_read():
     selection = plan((slice(None), slice(256, 512)), (100, 1024))
-    assert selection.ranges() == [(row * 4 * KIB + KIB, KIB) for row in range(100)]
+    assert selection.ranges(0) == [(row * 4 * KIB + KIB, KIB) for row in range(100)]
     assert selection.is_exact
     assert selection.nbytes == 100 * KIB
 
 
 def test_gaps_that_cost_less_than_a_read_are_read_over():
     one_more = HEADERS_NBYTES + 1
-    assert len(plan((slice(None), slice(0, 100)), (50, 100 + HEADERS_NBYTES), 1).ranges()) == 1
-    assert len(plan((slice(None), slice(0, 100)), (50, 100 + one_more), 1).ranges()) == 50
-    assert plan(slice(None, None, 2), (1000,)).ranges() == [(0, 999 * 4)]
-    assert len(plan((slice(None), slice(None, None, 2)), (1000, 2, 100 + one_more), 1).ranges()) == 1000
+    assert len(plan((slice(None), slice(0, 100)), (50, 100 + HEADERS_NBYTES), 1).ranges(0)) == 1
+    assert len(plan((slice(None), slice(0, 100)), (50, 100 + one_more), 1).ranges(0)) == 50
+    assert plan(slice(None, None, 2), (1000,)).ranges(0) == [(0, 999 * 4)]
+    assert len(plan((slice(None), slice(None, None, 2)), (1000, 2, 100 + one_more), 1).ranges(0)) == 1000
 
 
 def test_a_range_ends_with_its_last_element():
     selection = plan((slice(1, 3), slice(0, 90)), (4, 100))
-    assert selection.ranges() == [(400, 400 + 360)]
+    assert selection.ranges(0) == [(400, 400 + 360)]
     assert not selection.is_exact
 
 
 def test_the_last_of_a_row_and_the_first_of_the_next_are_one_read():
-    rows = plan((slice(None), slice(None, None, 2)), (3, 3, KIB), 1).ranges()
+    rows = plan((slice(None), slice(None, None, 2)), (3, 3, KIB), 1).ranges(0)
     assert rows == [(0, KIB), (2 * KIB, 2 * KIB), (5 * KIB, 2 * KIB), (8 * KIB, KIB)]
 
 
 def test_many_reads_are_made_fewer_where_gaps_are_short():
     """Time for 4,096 reads is worth more than a few KiB each."""
     at_the_limit = plan((slice(None), slice(0, 256)), (MANY_READS, KIB))
-    assert len(at_the_limit.ranges()) == MANY_READS
-    assert len(plan((slice(None), slice(0, 256)), (MANY_READS + 1, KIB)).ranges()) == 1
+    assert len(at_the_limit.ranges(0)) == MANY_READS
+    assert len(plan((slice(None), slice(0, 256)), (MANY_READS + 1, KIB)).ranges(0)) == 1
     too_wide = plan((slice(None), slice(0, 256)), (MANY_READS + 1, KIB + MAX_GAP_NBYTES))
-    assert len(too_wide.ranges()) == MANY_READS + 1
+    assert len(too_wide.ranges(0)) == MANY_READS + 1
     assert too_wide.is_exact
 
 
 def test_outer_dimensions_stay_apart_where_inner_ones_are_joined():
     selection = plan((slice(None), slice(0, 10), slice(0, 90)), (6, 40, 100))
-    assert selection.ranges() == [(block * 16000, 9 * 400 + 360) for block in range(6)]
+    assert selection.ranges(0) == [(block * 16000, 9 * 400 + 360) for block in range(6)]
 
 
 def test_the_number_of_reads_is_bounded_whatever_a_shape_says():
     """A manifest from a peer may claim any shape; planning must not take memory for it."""
     selection = plan((slice(None), slice(0, 1)), (1 << 40, 1 << 15), 1)
-    assert selection.ranges() == [(0, ((1 << 40) - 1) * (1 << 15) + 1)]
-    assert plan((slice(None), slice(0, 0)), (1 << 62, 1 << 62)).ranges() == []
-    assert len(plan((slice(None), slice(0, 1)), (MAX_READS, 1 << 15), 1).ranges()) == MAX_READS
+    assert selection.ranges(0) == [(0, ((1 << 40) - 1) * (1 << 15) + 1)]
+    assert plan((slice(None), slice(0, 0)), (1 << 62, 1 << 62)).ranges(0) == []
+    assert len(plan((slice(None), slice(0, 1)), (MAX_READS, 1 << 15), 1).ranges(0)) == MAX_READS
 
 
 # What is refused
