@@ -20,6 +20,7 @@ from tensorferry.orders import Order
 from tensorferry.ownership import Closer, Lifetime
 from tensorferry.receiving import Receiver
 from tensorferry.request import Request
+from tensorferry.slicing import Index
 from tensorferry.streams import current_stream
 
 ACCESSES = ("auto", "served", "rdma", "mapped")
@@ -107,6 +108,7 @@ class Consumer:
         *,
         device: torch.device | str | None = None,
         names: Sequence[str] | None = None,
+        slices: Mapping[str, Index] | None = None,
         stream: torch.cuda.Stream | None = None,
         timeout: float = 30.0,
         release: bool = True,
@@ -117,21 +119,29 @@ class Consumer:
             manifest: What the producer's ``publish`` returned.
             device: Where the results go; None for the device of this consumer's pool.
             names: Top-level names of the payload; only their bytes are read.  None for all.
+            slices: Parts of tensors, by the paths that ``read_manifest(...).names`` shows; tensors
+                that are not in it come whole.  An index is what basic indexing by torch takes:
+                integers, slices with a positive step, ``...``, ``None``, or a tuple of them, and
+                means the same.  Only the bytes of these parts are read, with gaps of up to 512
+                bytes between them, or of up to 8 KiB where there would be thousands of reads.
+                Parts are not compared with checksums, which are of whole tensors.
             stream: CUDA stream for the copies, instead of the current one.
             timeout: Seconds for all of it: waiting for room to land in, connecting, reading.
             release: Whether the slot is given back as soon as the bytes are here.
 
         Returns:
             The payload in the structure in which it was published, or the part of it under
-            ``names``.  The tensors are complete, contiguous, require no gradient and share no
-            memory with either pool.  Small ones (up to 32 KiB) may share memory of up to 1 MiB
-            with each other, which lives as long as any of them.
+            ``names``, with ``tensor[index]`` in place of a tensor in ``slices``.  The tensors are
+            complete, contiguous, require no gradient and share no memory with either pool.  Small
+            ones (up to 32 KiB) may share memory of up to 1 MiB with each other, which lives as
+            long as any of them.
 
         Raises:
             ManifestError: The manifest is malformed or out of bounds.
             VersionError: It was written for another major version.
             AuthenticationError: The key and its MAC do not belong together.
-            UsageError: An argument is out of range, or ``names`` has a name that is not there.
+            UsageError: An argument is out of range, ``names`` or ``slices`` has a name that is not
+                there, or an index does not fit its tensor.
             PayloadTooLargeError: The tensors would not fit into the empty pool.
             PoolTimeoutError: There was no room to land in within ``timeout``.
             ConnectError: The producer cannot be reached, or offers no access that works.
@@ -148,7 +158,7 @@ class Consumer:
         is still held for this consumer until its lease runs out: pull again, or ``reject`` it.
         """
         deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
-        order, place = self._prepare(manifest, names, device)
+        order, place = self._prepare(manifest, names, slices, device)
         return steps.run(self._receiver.pull(order, place, stream, deadline, release=release))
 
     def start_pull(
@@ -157,6 +167,7 @@ class Consumer:
         *,
         device: torch.device | str | None = None,
         names: Sequence[str] | None = None,
+        slices: Mapping[str, Index] | None = None,
         stream: torch.cuda.Stream | None = None,
         timeout: float = 30.0,
         release: bool = True,
@@ -170,6 +181,7 @@ class Consumer:
             manifest: As for :meth:`pull`, and so are the others.
             device: Where the results go.
             names: Top-level names of the payload.
+            slices: Parts of tensors by their paths.
             stream: CUDA stream for the copies, instead of the current one of the calling thread.
             timeout: Seconds for all of it, from now on.
             release: Whether the slot is given back.
@@ -182,14 +194,15 @@ class Consumer:
             ManifestError: The manifest is malformed or out of bounds.
             VersionError: It was written for another major version.
             AuthenticationError: The key and its MAC do not belong together.
-            UsageError: An argument is out of range, or ``names`` has a name that is not there.
+            UsageError: An argument is out of range, ``names`` or ``slices`` has a name that is not
+                there, or an index does not fit its tensor.
             ClosedError: The consumer is closed.
             ForkedProcessError: The consumer belongs to the parent process.
 
         What else :meth:`pull` raises is raised by the request's ``result``.
         """
         deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
-        order, place = self._prepare(manifest, names, device)
+        order, place = self._prepare(manifest, names, slices, device)
         pull = self._receiver.pull(order, place, stream or current_stream(place), deadline, release=release)
         return Request(self, self._lifetime, self._receiver.dispatcher, pull, deadline, f"pull of {order}")
 
@@ -200,6 +213,7 @@ class Consumer:
         *,
         device: torch.device | str | None = None,
         names: Sequence[str] | None = None,
+        slices: Mapping[str, Index] | None = None,
         timeout: float = 30.0,
         release: bool = True,
     ) -> Iterator[dict[str, Any]]:
@@ -214,7 +228,7 @@ class Consumer:
         lease is checked once more where the memory is the producer's, and the slot is given
         back.  When it is left by an exception, the slot is not given back.
 
-        With checksums every byte is read on entering; without, entering a ``mapped`` block
+        With checksums every byte of whole tensors is read on entering; without, entering a ``mapped`` block
         takes the same time for any size.
 
         Args:
@@ -222,6 +236,7 @@ class Consumer:
             device: None for wherever the tensors are; else ``"cpu"`` or the device of this
                 consumer's pool.
             names: Top-level names of the payload; None for all.
+            slices: Parts of tensors, as for :meth:`pull`; as views they need not be contiguous.
             timeout: Seconds for entering the block.
             release: Whether the slot is given back when the block ends.
 
@@ -244,7 +259,7 @@ class Consumer:
                 f"tensors are borrowed where they are, on cpu or {self._device}, not on {place}; use pull()"
             )
         with self._receiver.counting_failures():
-            order = self._order(manifest, names)
+            order = self._order(manifest, names, slices)
         with self._receiver.lend(order, place, deadline, release=release) as tensors:
             yield tensors
 
@@ -325,17 +340,26 @@ class Consumer:
         self._closer.done()
 
     def _prepare(
-        self, manifest: ManifestBytes, names: Sequence[str] | None, device: torch.device | str | None
+        self,
+        manifest: ManifestBytes,
+        names: Sequence[str] | None,
+        slices: Mapping[str, Index] | None,
+        device: torch.device | str | None,
     ) -> tuple[Order, torch.device]:
         with self._lifetime.use(), self._receiver.counting_failures():
             place = self._device if device is None else arguments.as_device(device)
-            return self._order(manifest, names), place
+            return self._order(manifest, names, slices), place
 
-    def _order(self, manifest: ManifestBytes, names: Sequence[str] | None) -> Order:
+    def _order(
+        self,
+        manifest: ManifestBytes,
+        names: Sequence[str] | None = None,
+        slices: Mapping[str, Index] | None = None,
+    ) -> Order:
         if isinstance(names, str):
             raise UsageError(f"names is a list of names, not the text {names!r}")
-        return Order.of(decode_manifest(manifest, self._key, self._max_manifest_nbytes), names)
+        return Order.of(decode_manifest(manifest, self._key, self._max_manifest_nbytes), names, slices)
 
     def _notify(self, kind: Literal["release", "reject"], manifest: ManifestBytes) -> None:
         with self._lifetime.use():
-            self._receiver.notify(kind, self._order(manifest, None), Deadline(_NOTIFY_SECONDS))
+            self._receiver.notify(kind, self._order(manifest), Deadline(_NOTIFY_SECONDS))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tensorferry import layout, packing, payload, slicing
+from tensorferry.backends.base import Span
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import IntegrityError, UsageError
 from tensorferry.layout import Region, align_down
@@ -102,12 +103,22 @@ class Order:
         name = "" if manifest.producer is None else f"{manifest.producer!r} "
         return f"request {manifest.request_id!r} of producer {name}{manifest.peer.uid.hex()[:8]}"
 
-    def sources(self, region: Region) -> list[tuple[int, int]]:
-        """Return the ranges of the slot, first byte and bytes, that land in a region one after another."""
-        selection = self.selections.get(region.members[0])
-        if selection is None:
-            return [(region.start, region.nbytes)]
-        return selection.ranges(region.start - selection.first)
+    def spans(self, offsets: Sequence[int]) -> list[Span]:
+        """Return the reads that bring each region to its offset in a pool."""
+        found = []
+        for region, offset in zip(self.regions, offsets, strict=True):
+            for source, nbytes in self._ranges(region):
+                found.append(Span(source, offset, nbytes))
+                offset += nbytes
+        return found
+
+    def targets(self, pieces: Sequence[Piece]) -> list[tuple[int, torch.Tensor]]:
+        """Return the ranges that land in pieces: the first byte of each in the slot, and its memory."""
+        found: list[tuple[int, torch.Tensor]] = []
+        for piece in pieces:
+            sources, sizes = zip(*self._ranges(piece.region), strict=True)
+            found += zip(sources, piece.memory.split_with_sizes(sizes), strict=True)
+        return found
 
     def destinations(self, regions: Sequence[Region], device: torch.device) -> list[Piece]:
         """Return fresh memory for results without gaps, cut as they will share it, still without contents."""
@@ -178,6 +189,13 @@ class Order:
             found[index] if index in found else packing.empty(spec, device)
             for index, spec in enumerate(self.specs)
         ]
+
+    def _ranges(self, region: Region) -> list[tuple[int, int]]:
+        """Return the ranges of the slot, first byte and bytes, that land in a region one after another."""
+        selection = self.selections.get(region.members[0])
+        if selection is None:
+            return [(region.start, region.nbytes)]
+        return selection.ranges(region.start - selection.first)
 
     def _gapped(self, region: Region) -> bool:
         selection = self.selections.get(region.members[0])

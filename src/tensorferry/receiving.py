@@ -16,7 +16,7 @@ import torch
 
 from tensorferry import layout, steps, wire
 from tensorferry.arguments import Deadline
-from tensorferry.backends.base import Access, Connection, Read, Reader, Span
+from tensorferry.backends.base import Access, Connection, Read, Reader
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import (
     ClosedError,
@@ -42,6 +42,7 @@ class Arrival(NamedTuple):
     """Verified bytes, and what has to be given back for them."""
 
     connection: Connection
+    order: Order
     pieces: list[Piece]
     loan: Loan | None
 
@@ -90,26 +91,26 @@ class Receiver:
             TensorferryError: As :meth:`tensorferry.Consumer.pull` says.
         """
 
-        def copied(pieces: list[Piece]) -> list[torch.Tensor]:
+        def copied(order: Order, pieces: list[Piece]) -> list[torch.Tensor]:
             with torch.no_grad(), completed_copies({device, self.device}, stream):
                 return order.copies(pieces, device)
 
         def attempt(connection: Connection) -> Steps[list[torch.Tensor]]:
             if connection.access == "mapped":
                 with self._timed("wire"):
-                    pieces = self._mapped(connection, order)
-                    results = copied(pieces)
-                    self._verify(connection, order, pieces)
+                    in_place, pieces = self._mapped(connection, order)
+                    results = copied(in_place, pieces)
+                    self._verify(connection, in_place, pieces)
                 if release:
                     self._release(connection, order)
                 return results
-            direct = device.type == "cpu" and connection.lands_anywhere
+            direct = device.type == "cpu" and connection.lands_anywhere and not order.has_gaps
             arrival = yield from self._land(connection, order, deadline, direct=direct)
             try:
                 if release:
                     self._release(connection, order)
                 with self._timed("landing"), torch.no_grad():
-                    return order.views(arrival.pieces, device) if direct else copied(arrival.pieces)
+                    return order.views(arrival.pieces, device) if direct else copied(order, arrival.pieces)
             finally:
                 self._give_back(arrival)
 
@@ -130,16 +131,16 @@ class Receiver:
         def attempt(connection: Connection) -> Steps[Arrival]:
             if connection.access != "mapped" or device not in (None, torch.device("cpu")):
                 return (yield from self._land(connection, order, deadline))
-            pieces = self._mapped(connection, order)
-            self._verify(connection, order, pieces)
-            return Arrival(connection, pieces, None)
+            in_place, pieces = self._mapped(connection, order)
+            self._verify(connection, in_place, pieces)
+            return Arrival(connection, in_place, pieces, None)
 
         with self._lifetime.use(), self.counting_failures(), self._explained(order):
             arrival = steps.run(self._over_connection(order, deadline, attempt))
         place = torch.device("cpu") if arrival.loan is None else self.device
         try:
             with torch.no_grad():
-                views = order.views(arrival.pieces, place)
+                views = arrival.order.views(arrival.pieces, place)
             yield unflatten(order.structure, views)
             with self._lifetime.use(), self._explained(order):
                 if arrival.connection.access == "mapped" and arrival.loan is None:
@@ -245,9 +246,13 @@ class Receiver:
             self._counts["reconnects"] += 1
         return fresh
 
-    def _mapped(self, connection: Connection, order: Order) -> list[Piece]:
+    def _mapped(self, connection: Connection, order: Order) -> tuple[Order, list[Piece]]:
+        """Return what is wanted where the producer has it."""
         slot = connection.view(order.manifest.ticket)
-        return [Piece(region, slot[region.start : region.start + region.nbytes]) for region in order.regions]
+        placed = order.in_place()
+        return placed, [
+            Piece(region, slot[region.start : region.start + region.nbytes]) for region in placed.regions
+        ]
 
     def _land(
         self, connection: Connection, order: Order, deadline: Deadline, *, direct: bool = False
@@ -263,7 +268,7 @@ class Receiver:
                 self._verify(connection, order, [])
             else:
                 yield from self._wait(connection.read(order.manifest.ticket, ()), deadline)
-            return Arrival(connection, [], None)
+            return Arrival(connection, order, [], None)
         loan = yield from self.landing.take(nbytes, str(order), deadline)
         read: Read | None = None
         try:
@@ -280,15 +285,11 @@ class Receiver:
                     self._copy_into(connection, order, pieces)
                 else:
                     ticket = order.manifest.ticket
-                    sources = [piece.region.start for piece in pieces]
                     if direct:
-                        read = connection.read_into(ticket, sources, [piece.memory for piece in pieces])
+                        sources, memories = zip(*order.targets(pieces), strict=True)
+                        read = connection.read_into(ticket, sources, memories)
                     else:
-                        spans = [
-                            Span(source, loan.offset + offset, piece.region.nbytes)
-                            for source, offset, piece in zip(sources, offsets, pieces, strict=True)
-                        ]
-                        read = connection.read(ticket, spans)
+                        read = connection.read(ticket, order.spans([loan.offset + at for at in offsets]))
                     yield from self._wait(read, deadline)
                 self._verify(connection, order, pieces)
         except BaseException:
@@ -298,12 +299,13 @@ class Receiver:
                 self.landing.give_up(loan, read)
                 self._reader.wake()  # requests that wait for room look for it from now on
             raise
-        return Arrival(connection, pieces, loan)
+        return Arrival(connection, order, pieces, loan)
 
     def _copy_into(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
         with torch.no_grad(), completed_copies({self.device}, None):
-            for piece, source in zip(pieces, self._mapped(connection, order), strict=True):
-                piece.memory.copy_(source.memory)
+            slot = connection.view(order.manifest.ticket)
+            for source, target in order.targets(pieces):
+                target.copy_(slot[source : source + target.numel()])
 
     def _wait(self, read: Read, deadline: Deadline) -> Steps[None]:
         with self._lock:

@@ -136,3 +136,39 @@ def test_borrowed_tensors_are_where_the_pool_is(producer, consumer):
     with consumer.borrow(manifest) as tensors:
         assert torch.equal(tensors["x"].cpu(), torch.arange(1000))
     assert producer.wait_released("a", 10)
+
+
+PARTS = {
+    "blocks": slice(3, 7),
+    "columns": (slice(None), slice(None), slice(256, 512)),
+    "steps": (slice(1, None, 2), ..., slice(None, None, 3)),
+    "short gaps": (..., slice(0, 1000)),
+    "one element": (1, 2, 3),
+    "nothing": slice(5, 5),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("index", PARTS.values(), ids=PARTS)
+def test_parts_equal_indexing_by_torch(producer, consumer, index, target: str):
+    whole = torch.randn(16, 32, 1024, device="cuda").to(torch.bfloat16)
+    manifest = producer.publish("a", {"x": whole, "beside": torch.arange(1000)})
+    got = consumer.pull(manifest, device=target, slices={"x": index}, release=False)
+    assert got["x"].device.type == target
+    assert got["x"].is_contiguous()
+    assert torch.equal(got["x"].cpu(), whole[index].cpu())
+    assert torch.equal(got["beside"].cpu(), torch.arange(1000))
+    with consumer.borrow(manifest, slices={"x": index}) as tensors:
+        assert torch.equal(tensors["x"].cpu(), whole[index].cpu())
+    assert producer.wait_released("a", 10)
+
+
+def test_a_part_is_what_the_slot_held_before_it_was_used_again(producer, consumer):
+    """A42, for parts: the copy that cuts out the gaps must be over before the memory is anyone else's."""
+    torch.cuda._sleep(DELAY_CYCLES)
+    index = (slice(None), slice(None, None, 2))
+    ones = torch.ones(1024, 4096)
+    first = consumer.pull(producer.publish("a", {"x": ones}), device="cuda", slices={"x": index})["x"]
+    for value in range(2, 6):
+        consumer.pull(producer.publish(f"r{value}", {"x": ones * value}), device="cuda")
+    assert bool((first == 1).all())
