@@ -63,7 +63,7 @@ class Order:
             specs = [manifest.tensors[index] for index in indices]
         selections = _selections(specs, slices)
         for index, selection in selections.items():
-            specs[index] = specs[index]._replace(offset=specs[index].offset + selection.first, checksum=None)
+            specs[index] = specs[index]._replace(offset=specs[index].offset + selection.first)
         return cls._landing(manifest, structure, specs, selections)
 
     @classmethod

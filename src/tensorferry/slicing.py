@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ import torch
 from tensorferry.errors import UsageError
 from tensorferry.layout import MAX_GAP_NBYTES
 
-Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None"
+_Entry: TypeAlias = "SupportsIndex | slice | EllipsisType | None"
+Index: TypeAlias = "_Entry | tuple[_Entry, ...]"
 
 HEADERS_NBYTES = 512
 """Bytes that a read costs on the wire besides its data, about; smaller gaps are always read over."""

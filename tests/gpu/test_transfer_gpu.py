@@ -163,6 +163,19 @@ def test_parts_equal_indexing_by_torch(producer, consumer, index, target: str):
     assert producer.wait_released("a", 10)
 
 
+def test_a_part_that_is_mapped_is_borrowed_on_the_device():
+    whole = torch.arange(64 * 1000).reshape(64, 1000)
+    with (
+        tensorferry.Producer("64MiB", access="mapped", backend_options=LOOPBACK) as producer,
+        tensorferry.Consumer("64MiB", device="cuda", backend_options=LOOPBACK) as consumer,
+    ):
+        for number, index in enumerate(((slice(None), slice(200, 400)), (..., slice(0, 990)), slice(3, 5))):
+            manifest = producer.publish(str(number), {"x": whole})
+            with consumer.borrow(manifest, device="cuda", slices={"x": index}) as tensors:
+                assert tensors["x"].is_cuda
+                assert torch.equal(tensors["x"].cpu(), whole[index])
+
+
 def test_a_part_is_what_the_slot_held_before_it_was_used_again(producer, consumer):
     """A42, for parts: the copy that cuts out the gaps must be over before the memory is anyone else's."""
     torch.cuda._sleep(DELAY_CYCLES)
