@@ -176,6 +176,34 @@ def test_a_stopped_producer_costs_no_more_than_the_timeout(consumer, victim, acc
         time.sleep(0.05)
 
 
+def test_a_read_given_up_does_not_close_the_consumer_for_the_next(consumer, victim):
+    """Giving it up closes its connection, so that a read posted at that moment finds the peer lost."""
+    victim.call(peers.open_producer, "64MiB", access="rdma")
+    consumer.call(peers.open_consumer, "64MiB", access="rdma")
+    manifest = victim.call(peers.publish, "a", payloads.of_size, 32 * MIB)
+    outcomes = [outcome for _ in range(20) for outcome in consumer.call(give_up_and_read, manifest)]
+    assert set(outcomes) == {"TransferCancelledError", "PeerLostError"}
+    assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, 32 * MIB) == ""
+
+
+def give_up_and_read(namespace, manifest):
+    """Cancel a read that is under way and post another before the connection is closed for it."""
+    from tensorferry import TensorferryError, read_manifest
+    from tensorferry.backends.base import Span
+
+    ticket, reader = read_manifest(manifest).ticket, namespace.consumer._receiver._reader
+    connection = reader.connect(read_manifest(manifest).peer, "auto", timeout=5.0)
+    first = connection.read(ticket, [Span(0, 0, 16 * MIB)])
+    first.cancel()
+    outcomes = []
+    for post in (lambda: first, lambda: connection.read(ticket, [Span(0, 16 * MIB, 8)])):
+        try:
+            post().wait(5.0)
+        except TensorferryError as error:
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
 @pytest.mark.parametrize("access", MODES)
 def test_a_closed_producer_is_not_pulled_from(consumer, victim, access):
     victim.call(peers.open_producer, "1MiB", access=access)

@@ -213,12 +213,21 @@ class _UcxRead(Read):
         self._memories = memories  # alive as long as UCX may write to them
 
     def wait(self, timeout: float) -> None:
-        with native_errors(self._action):
-            if self._read.wait(timeout):
-                return
-            self._read.abandon(_transport.TIMED_OUT)
-            if self._read.wait(0.0):  # it ended between the two calls
-                return
+        try:
+            with native_errors(self._action):
+                if self._read.wait(timeout):
+                    return
+                self._read.abandon(_transport.TIMED_OUT)
+                if self._read.wait(0.0):  # it ended between the two calls
+                    return
+        except ClosedError as error:
+            # Nobody closed the consumer, or its caller says so: another read was given up, and its
+            # connection closed to get the memory back, just before this one was posted.
+            raise PeerLostError(
+                f"{error}: the connection was given up with another read",
+                scope="peer",
+                status=_transport.CLOSED,
+            ) from error
 
     def watch(self, callback: Callable[[], None]) -> None:
         self._reports.watch(self._read, callback)
