@@ -204,7 +204,7 @@ class Consumer:
         deadline = Deadline(arguments.as_seconds(timeout, "timeout"))
         order, place = self._prepare(manifest, names, slices, device)
         pull = self._receiver.pull(order, place, stream or current_stream(place), deadline, release=release)
-        return Request(self, self._lifetime, self._receiver.dispatcher, pull, deadline, f"pull of {order}")
+        return Request(self, self._lifetime, self._receiver.dispatcher, pull, f"pull of {order}")
 
     @contextmanager
     def borrow(

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from tensorferry.arguments import Deadline
 from tensorferry.errors import ClosedError
 from tensorferry.steps import Steps
 
@@ -25,9 +24,8 @@ _LONGEST_SLEEP = 60.0  # seconds
 class Task(Generic[_T]):
     """Steps that a dispatcher runs, and their outcome."""
 
-    def __init__(self, steps: Steps[_T], deadline: Deadline) -> None:
+    def __init__(self, steps: Steps[_T]) -> None:
         self.outcome: Future[_T] = Future()
-        self.deadline = deadline
         # The dispatcher's thread only:
         self.steps: Steps[_T] | None = steps
         self.turn = 0  # how often the steps have been resumed
@@ -57,7 +55,8 @@ class Dispatcher:
         self._calls: deque[Callable[[], None]] = deque()  # for the thread to make
         # The thread only:
         self._tasks: set[Task[Any]] = set()
-        self._deadlines: list[tuple[float, int, Task[Any]]] = []  # heap, some of them ended
+        # Heap of the times at which tasks are resumed in the turn that is given; most get there before.
+        self._deadlines: list[tuple[float, int, Task[Any], int]] = []
         self._numbers = itertools.count()
 
     @property
@@ -65,13 +64,13 @@ class Dispatcher:
         """Whether the caller runs on the dispatcher's thread."""
         return threading.current_thread() is self._thread
 
-    def submit(self, steps: Steps[_T], deadline: Deadline) -> Task[_T]:
+    def submit(self, steps: Steps[_T]) -> Task[_T]:
         """Run steps; the outcome is the task's.
 
         Raises:
             ClosedError: The dispatcher is closed.
         """
-        task = Task(steps, deadline)
+        task = Task(steps)
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self._owner} is closed")
@@ -132,7 +131,6 @@ class Dispatcher:
 
     def _begin(self, task: Task[Any]) -> None:
         self._tasks.add(task)
-        heapq.heappush(self._deadlines, (task.deadline.end, next(self._numbers), task))
         self._advance(task)
 
     def _resume(self, task: Task[Any], turn: int) -> None:
@@ -146,9 +144,8 @@ class Dispatcher:
 
     def _resume_overdue(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, task = heapq.heappop(self._deadlines)
-            if task.steps is not None:  # what it waits for says in its own words that the time is up
-                self._advance(task)
+            _, _, task, turn = heapq.heappop(self._deadlines)
+            self._resume(task, turn)  # the call that it makes says in its own words that the time is up
 
     def _advance(self, task: Task[Any]) -> None:
         steps, error = task.steps, task.error
@@ -157,7 +154,7 @@ class Dispatcher:
         task.turn += 1
         task.error = None
         try:
-            pending = next(steps) if error is None else steps.throw(error)
+            wait = next(steps) if error is None else steps.throw(error)
         except StopIteration as end:
             self._end(task)
             task.outcome.set_result(end.value)
@@ -165,15 +162,13 @@ class Dispatcher:
             self._end(task)
             task.outcome.set_exception(failure)
         else:
-            resume = partial(self._resume, task, task.turn)
-            if task.deadline.remaining() == 0.0:  # the one entry of the heap is gone
-                self._calls.append(resume)
-            else:
-                pending.watch(partial(self._call, resume))
+            if len(self._deadlines) > 64 + 2 * len(self._tasks):
+                self._deadlines = [entry for entry in self._deadlines if entry[2].turn == entry[3]]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (wait.deadline.end, next(self._numbers), task, task.turn))
+            wait.pending.watch(partial(self._call, partial(self._resume, task, task.turn)))
 
     def _end(self, task: Task[Any]) -> None:
         task.steps = None
+        task.turn += 1  # nothing resumes it any more
         self._tasks.discard(task)
-        if len(self._deadlines) > 64 + 2 * len(self._tasks):
-            self._deadlines = [entry for entry in self._deadlines if entry[2].steps is not None]
-            heapq.heapify(self._deadlines)

@@ -207,7 +207,6 @@ class Producer:
             self._lifetime,
             publisher.dispatcher,
             publisher.publish(terms, placed, wait),
-            wait or Deadline(0.0),
             f"publish of {request_id!r}",
         )
 

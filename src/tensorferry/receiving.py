@@ -24,13 +24,15 @@ from tensorferry.errors import (
     PeerLostError,
     TensorferryError,
     TransferError,
+    TransferTimeoutError,
 )
 from tensorferry.landing import Landing
 from tensorferry.orders import Order, Piece
 from tensorferry.ownership import Lifetime
 from tensorferry.payload import unflatten
 from tensorferry.room import SWEEP_SECONDS, Loan
-from tensorferry.steps import Steps
+from tensorferry.silence import PATIENCE_SECONDS, SilentPeers
+from tensorferry.steps import Steps, Wait
 from tensorferry.streams import completed_copies, finish_queued_work
 
 _RECONNECT_SECONDS = 5.0
@@ -73,6 +75,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._known: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._reads: set[Read] = set()
+        self._silent = SilentPeers()
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {"wire": 0.0, "landing": 0.0}
 
@@ -207,24 +210,52 @@ class Receiver:
         self, order: Order, deadline: Deadline, attempt: Callable[[Connection], Steps[_T]]
     ) -> Steps[_T]:
         """Make an attempt, and one more with a new connection if one from the cache was stale."""
-        connection, cached = yield from self._connect(order, deadline)
+        uid = order.manifest.peer.uid
         try:
-            result = yield from attempt(connection)
-        except PeerLostError as lost:
-            if not cached or deadline.remaining() == 0.0:
-                raise
-            fresh = yield from self._reconnect(order, connection, deadline)
-            if fresh is None:
-                raise
+            connection, cached = yield from self._reach(order, deadline)
             try:
-                connection, result = fresh, (yield from attempt(fresh))
-            except PeerLostError as again:
-                raise again from lost
+                result = yield from attempt(connection)
+            except PeerLostError as lost:
+                if not cached or deadline.remaining() == 0.0:
+                    raise
+                fresh = yield from self._reconnect(order, connection, deadline)
+                if fresh is None:
+                    raise
+                try:
+                    connection, result = fresh, (yield from attempt(fresh))
+                except PeerLostError as again:
+                    raise again from lost
+        except TransferTimeoutError:
+            self._silent.add(uid)
+            raise
+        self._silent.discard(uid)
         with self._lock:
             self._counts["pulls"] += 1
             self._counts["bytes_pulled"] += order.nbytes
             self._counts[connection.access] += 1
         return result
+
+    def _reach(self, order: Order, deadline: Deadline) -> Steps[tuple[Connection, bool]]:
+        """Connect, and where the peer was silent last time make sure soon that it answers now."""
+        uid = order.manifest.peer.uid
+        silent = self._silent.seconds(uid)
+        if silent is None or deadline.remaining() <= PATIENCE_SECONDS:
+            return (yield from self._connect(order, deadline))
+        soon = Deadline(PATIENCE_SECONDS)
+        try:
+            connection, cached = yield from self._connect(order, soon)
+            if connection.access != "mapped":
+                yield from self._wait(connection.read(order.manifest.ticket, ()), soon)
+        except TransferTimeoutError as error:
+            self._silent.add(uid)
+            raise PeerLostError(
+                f"the producer has been silent for {silent:.0f} seconds, and did not answer within "
+                f"{PATIENCE_SECONDS:g} now; it is asked again by the next pull",
+                scope="peer",
+                status=error.status,
+            ) from error
+        self._silent.discard(uid)
+        return connection, cached
 
     def _connect(self, order: Order, deadline: Deadline) -> Steps[tuple[Connection, bool]]:
         """Return a connection, and whether it was used before."""
@@ -313,7 +344,7 @@ class Receiver:
         try:
             if self._lifetime.closed:  # close() may have looked before the read was added
                 read.cancel()
-            yield read
+            yield Wait(read, deadline)
             read.wait(deadline.remaining())
         finally:
             with self._lock:

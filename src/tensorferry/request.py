@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from tensorferry import arguments
-from tensorferry.arguments import Deadline
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import TransferCancelledError, TransferTimeoutError
 from tensorferry.ownership import Lifetime
@@ -34,14 +33,13 @@ class Request(Generic[_T]):
         lifetime: Lifetime,
         dispatcher: Dispatcher,
         steps: Steps[_T],
-        deadline: Deadline,
         what: str,
     ) -> None:
         self._owner = owner
         self._lifetime = lifetime
         self._dispatcher = dispatcher
         self._what = what
-        self._task = dispatcher.submit(steps, deadline)
+        self._task = dispatcher.submit(steps)
 
     def __repr__(self) -> str:
         state = "running"

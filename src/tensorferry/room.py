@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tensorferry.allocator import BuddyAllocator
 from tensorferry.arguments import Deadline
 from tensorferry.errors import ClosedError, PayloadTooLargeError, PoolExhaustedError, PoolTimeoutError
-from tensorferry.steps import Gate, Steps
+from tensorferry.steps import Gate, Steps, Wait
 
 SWEEP_SECONDS = 0.005
 """How often those who wait look for memory whose return nobody reports."""
@@ -148,7 +148,7 @@ class Room:
 
     def _wait(self, waiter: _Waiter, deadline: Deadline) -> Steps[Loan]:
         try:
-            yield waiter.ready
+            yield Wait(waiter.ready, deadline)
             while not waiter.ready.is_open:
                 remaining = deadline.remaining()
                 if remaining == 0.0:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work that waits in between, written once for callers that block and for those that do not.
 
-Steps are a generator.  Before it waits for something it yields it, and when it goes on it
-makes the call that waits.  Who runs the steps on a thread of its own ignores what is
-yielded, and the calls wait (:func:`run`).  Who has many steps to run resumes each only once
-what it yielded has ended or its time is up, so that no call waits (:mod:`tensorferry.dispatcher`).
+Steps are a generator.  Before it waits for something it yields what for and how long, and
+when it goes on it makes the call that waits.  Who runs the steps on a thread of its own ignores
+what is yielded, and the calls wait (:func:`run`).  Who has many steps to run resumes each only
+once what it waits for has ended or the time is up, so that no call waits
+(:mod:`tensorferry.dispatcher`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+
+from tensorferry.arguments import Deadline
 
 _T = TypeVar("_T")
 
@@ -26,7 +29,14 @@ class Pending(Protocol):
         """
 
 
-Steps: TypeAlias = Generator[Pending, None, _T]
+class Wait(NamedTuple):
+    """What steps are about to wait for, and how long."""
+
+    pending: Pending
+    deadline: Deadline
+
+
+Steps: TypeAlias = Generator[Wait, None, _T]
 """Yields what it is about to wait for; returns the result."""
 
 

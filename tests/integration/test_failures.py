@@ -188,11 +188,12 @@ def test_a_read_given_up_does_not_close_the_consumer_for_the_next(consumer, vict
 
 def give_up_and_read(namespace, manifest):
     """Cancel a read that is under way and post another before the connection is closed for it."""
-    from tensorferry import TensorferryError, read_manifest
+    from tensorferry import TensorferryError, read_manifest, steps
+    from tensorferry.arguments import Deadline
     from tensorferry.backends.base import Span
 
     ticket, reader = read_manifest(manifest).ticket, namespace.consumer._receiver._reader
-    connection = reader.connect(read_manifest(manifest).peer, "auto", timeout=5.0)
+    connection = steps.run(reader.connect(read_manifest(manifest).peer, "auto", Deadline(5.0)))
     first = connection.read(ticket, [Span(0, 0, 16 * MIB)])
     first.cancel()
     outcomes = []

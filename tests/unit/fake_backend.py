@@ -37,7 +37,7 @@ from tensorferry.errors import (
     TransferCancelledError,
     TransferTimeoutError,
 )
-from tensorferry.steps import Gate, Steps
+from tensorferry.steps import Gate, Steps, Wait
 
 POOLS: list[FakePool] = []
 READERS: list[FakeReader] = []
@@ -268,7 +268,7 @@ class FakeReader(Reader):
         if self.connect_seconds:
             answered = Gate()
             threading.Timer(self.connect_seconds, answered.open).start()
-            yield answered
+            yield Wait(answered, deadline)
             answered.wait(deadline.remaining())
         found = [pool for pool in POOLS if pool.uid == peer.uid and not pool.closed]
         if not found or self.unreachable:

@@ -641,3 +641,46 @@ def test_a_borrow_lands_in_the_pool(direct):
     with consumer.borrow(producer.publish("a", PAYLOAD)) as got:
         assert same(got, PAYLOAD)
         assert consumer.statistics().allocated_nbytes > 0
+
+
+# Peers that are silent
+
+
+def test_a_silent_producer_costs_a_full_timeout_once(served, monkeypatch):
+    """Later pulls ask it briefly, and wait as long as they like once it answers."""
+    monkeypatch.setattr("tensorferry.receiving.PATIENCE_SECONDS", 0.1)
+    producer, consumer = served
+    manifest = producer.publish("a", PAYLOAD)
+    hangs = TransferTimeoutError("")
+    reader().read_failures = [hangs, hangs, None, None]
+    with pytest.raises(TransferTimeoutError):
+        consumer.pull(manifest, timeout=0.3)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"silent for 0 seconds, and did not answer within 0.1") as caught:
+        consumer.pull(manifest, timeout=30)
+    assert caught.value.scope == "peer"
+    assert time.monotonic() - started < 10
+    assert same(consumer.pull(manifest, timeout=30, release=False), PAYLOAD)
+    assert reader().posted[-2] == []  # the question
+    assert same(consumer.pull(manifest, timeout=30), PAYLOAD)
+    assert reader().posted[-2] != []  # it is not asked any more
+
+
+def test_silent_producers_are_forgotten_in_time(monkeypatch):
+    from tensorferry import silence
+
+    peers = silence.SilentPeers()
+    now = 1000.0
+    monkeypatch.setattr(silence.time, "monotonic", lambda: now)
+    peers.add(b"a")
+    now += 59
+    assert peers.seconds(b"a") == 59
+    peers.add(b"a")
+    now += 59
+    peers.add(b"b")
+    assert peers.seconds(b"a") == 118
+    now += 2
+    peers.add(b"b")
+    assert peers.seconds(b"a") is None
+    peers.discard(b"b")
+    assert peers.seconds(b"b") is None

@@ -9,7 +9,7 @@ from tensorferry import steps
 from tensorferry.arguments import Deadline
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import ClosedError, TransferCancelledError
-from tensorferry.steps import Gate
+from tensorferry.steps import Gate, Wait
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def dispatcher():
 def through(gate: Gate, deadline: Deadline, log: list[str], name: str = "it"):
     """Steps that wait for a gate."""
     try:
-        yield gate
+        yield Wait(gate, deadline)
         if not gate.wait(deadline.remaining()):
             raise TimeoutError(f"{name} waited too long")
         log.append(name)
@@ -50,10 +50,7 @@ def test_the_same_steps_run_on_a_thread_of_their_own(threads, wait_for):
 
 def test_resumes_each_task_when_its_own_gate_opens(dispatcher):
     gates, log = [Gate() for _ in range(100)], []
-    tasks = [
-        dispatcher.submit(through(gate, Deadline(30), log, str(i)), Deadline(30))
-        for i, gate in enumerate(gates)
-    ]
+    tasks = [dispatcher.submit(through(gate, Deadline(30), log, str(i))) for i, gate in enumerate(gates)]
     for i in (7, 3, 99):
         gates[i].open()
         assert tasks[i].outcome.result(5) == str(i)
@@ -66,11 +63,11 @@ def test_resumes_each_task_when_its_own_gate_opens(dispatcher):
 def test_a_gate_that_is_open_is_no_obstacle(dispatcher):
     gate = Gate()
     gate.open()
-    assert dispatcher.submit(through(gate, Deadline(30), []), Deadline(30)).outcome.result(5) == "it"
+    assert dispatcher.submit(through(gate, Deadline(30), [])).outcome.result(5) == "it"
 
 
 def test_a_deadline_resumes_what_waits(dispatcher):
-    late = dispatcher.submit(through(Gate(), Deadline(0.05), []), Deadline(0.05))
+    late = dispatcher.submit(through(Gate(), Deadline(0.05), []))
     with pytest.raises(TimeoutError, match="it waited too long"):
         late.outcome.result(5)
 
@@ -79,19 +76,19 @@ def test_steps_that_go_on_waiting_after_their_time_end_all_the_same(dispatcher):
     """The last wait begins when the time is up already: nobody must wait for its gate."""
 
     def twice(deadline: Deadline):
-        yield Gate()
-        yield (second := Gate())
+        yield Wait(Gate(), deadline)
+        yield Wait(second := Gate(), deadline)
         if not second.wait(deadline.remaining()):
             raise TimeoutError
 
     deadline = Deadline(0.05)
     with pytest.raises(TimeoutError):
-        dispatcher.submit(twice(deadline), deadline).outcome.result(5)
+        dispatcher.submit(twice(deadline)).outcome.result(5)
 
 
 def test_cancelling_raises_inside_the_steps(dispatcher):
     log: list[str] = []
-    task = dispatcher.submit(through(Gate(), Deadline(30), log), Deadline(30))
+    task = dispatcher.submit(through(Gate(), Deadline(30), log))
     dispatcher.cancel(task, TransferCancelledError("enough"))
     with pytest.raises(TransferCancelledError, match="enough"):
         task.outcome.result(5)
@@ -105,23 +102,23 @@ def test_one_task_that_fails_costs_the_others_nothing(dispatcher):
         yield
 
     gate = Gate()
-    good = dispatcher.submit(through(gate, Deadline(30), []), Deadline(30))
+    good = dispatcher.submit(through(gate, Deadline(30), []))
     with pytest.raises(SystemExit):
-        dispatcher.submit(fails(), Deadline(30)).outcome.result(5)
+        dispatcher.submit(fails()).outcome.result(5)
     gate.open()
     assert good.outcome.result(5) == "it"
 
 
 def test_closing_ends_all_tasks_and_takes_no_more(dispatcher):
     log: list[str] = []
-    tasks = [dispatcher.submit(through(Gate(), Deadline(30), log), Deadline(30)) for _ in range(3)]
+    tasks = [dispatcher.submit(through(Gate(), Deadline(30), log)) for _ in range(3)]
     dispatcher.close()
     for task in tasks:
         with pytest.raises(ClosedError, match="the test was closed"):
             task.outcome.result(5)
     assert log == ["it left"] * 3
     with pytest.raises(ClosedError):
-        dispatcher.submit(through(Gate(), Deadline(1), []), Deadline(1))
+        dispatcher.submit(through(Gate(), Deadline(1), []))
 
 
 def test_closing_from_its_own_thread_leaves_the_last_deed_to_it(dispatcher):
@@ -134,7 +131,7 @@ def test_closing_from_its_own_thread_leaves_the_last_deed_to_it(dispatcher):
         return None
         yield
 
-    dispatcher.submit(closes(), Deadline(30)).outcome.result(5)
+    dispatcher.submit(closes()).outcome.result(5)
     assert done.wait(5)
 
 
@@ -143,6 +140,6 @@ def test_ended_tasks_are_forgotten(dispatcher):
     gate = Gate()
     gate.open()
     for _ in range(1000):
-        dispatcher.submit(through(gate, Deadline(600), []), Deadline(600)).outcome.result(5)
+        dispatcher.submit(through(gate, Deadline(600), [])).outcome.result(5)
     assert len(dispatcher._deadlines) < 100
     assert not dispatcher._tasks

@@ -24,6 +24,7 @@ LAYERS = (
         "metrics",
         "pages",
         "records",
+        "silence",
         "steps",
         "streams",
         "wire",
@@ -42,7 +43,8 @@ LAYERS = (
         "device_copy",
     ),
     ("buffer", "ownership", "room", "landing", "orders", "dispatcher", "request"),
-    ("backends.registry", "backends.ucx", "backends.ucx_library", "backends.ucx_native"),
+    ("backends.ucx_library", "backends.ucx_native", "backends.ucx_offers"),
+    ("backends.ucx_connection", "backends.ucx_pool", "backends.ucx", "backends.registry"),
     ("publications", "publishing", "receiving", "reservation"),
     ("producer", "consumer"),
     ("",),
@@ -112,7 +114,12 @@ def users_of(library: str) -> set[str]:
 
 
 def test_only_the_ucx_backend_imports_the_native_module():
-    assert users_of("tensorferry._transport") == {"backends.ucx", "backends.ucx_native"}
+    assert users_of("tensorferry._transport") == {
+        "backends.ucx",
+        "backends.ucx_connection",
+        "backends.ucx_native",
+        "backends.ucx_pool",
+    }
 
 
 def test_only_its_backend_imports_nixl():

@@ -1,37 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The UCX backend: pools that UCX serves, and connections that read them."""
+"""The UCX backend: the consumer's side, and the doors to both."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
-import secrets
-import struct
 import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
-import msgpack
 import torch
 
 from tensorferry import _transport
 from tensorferry.arguments import Deadline
-from tensorferry.backends.base import (
-    Access,
-    AccessOffer,
-    Connection,
-    ExportedPool,
-    Notice,
-    NoticeKind,
-    PeerOffer,
-    Read,
-    Reader,
-    SlotTicket,
-    Span,
-)
+from tensorferry.backends.base import Access, AccessOffer, Connection, ExportedPool, PeerOffer, Reader
+from tensorferry.backends.ucx_connection import EndpointConnection, MappedConnection, Reports, UcxRead
 from tensorferry.backends.ucx_native import (
     PoolMemory,
     create_context,
@@ -39,322 +22,18 @@ from tensorferry.backends.ucx_native import (
     load_library,
     native_errors,
     offers_rdma,
-    translate,
 )
+from tensorferry.backends.ucx_offers import MappedKey, RdmaKey
+from tensorferry.backends.ucx_pool import UcxExportedPool
 from tensorferry.errors import (
     ClosedError,
     ConnectError,
-    LeaseExpiredError,
-    LeaseRevokedError,
     ManifestError,
     PeerLostError,
-    PoolExhaustedError,
     RemoteAccessError,
     TransferTimeoutError,
-    UsageError,
 )
-from tensorferry.steps import Gate, Steps
-
-logger = logging.getLogger(__name__)
-
-MAPPED_KEY = struct.Struct("<iiiIQ")  # pid, control descriptor, pool descriptor, slots, pool bytes
-_NOTICE_KINDS: dict[int, NoticeKind] = {1: "release", 2: "reject", 3: "drained"}
-
-
-def _slot(ticket: SlotTicket) -> tuple[int, int, bytes]:
-    return ticket.index, ticket.generation, ticket.token
-
-
-class UcxExportedPool(ExportedPool):
-    """A pool that UCX workers serve; see :func:`export_pool`."""
-
-    def __init__(
-        self, nbytes: int, *, device: torch.device, access: str, options: Mapping[str, str], slots: int
-    ) -> None:
-        self._uid = secrets.token_bytes(16)
-        self._owner = os.getpid()
-        self._closed = False
-        self._close_lock = threading.Lock()
-        self._workers: list[_transport.Worker] = []
-        self._regions: list[_transport.MemoryRegion] = []
-        self._memory = PoolMemory(nbytes, device, shared=True)
-        with native_errors("making the slot table"):
-            self._table = _transport.SlotTable(
-                pool_nbytes=nbytes, slots=slots, uid=self._uid, serves=access in ("auto", "served")
-            )
-        try:
-            offers = self._make_offers(nbytes, slots, device, access, options)
-        except BaseException:
-            self.close(0.0)
-            raise
-        self._peer = PeerOffer(self._uid, "ucx", host_mark(), tuple(offers))
-
-    def _make_offers(
-        self, nbytes: int, slots: int, device: torch.device, access: str, options: Mapping[str, str]
-    ) -> list[AccessOffer]:
-        offers = []
-        rdma_address = plain_address = b""
-        if access == "rdma" or (access == "auto" and offers_rdma(options)):
-            if not offers_rdma(options):
-                warnings.warn(
-                    "access='rdma' without an RDMA device: UCX emulates it, and over tcp whoever reaches "
-                    "the port can read any memory of this process; use it in trusted networks only",
-                    stacklevel=5,
-                )
-            rdma_address, key = self._serve(create_context(options, device, rdma=True), nbytes)
-            offers.append(AccessOffer("rdma", rdma_address, key))
-        if access != "rdma":
-            plain_address, _ = self._serve(create_context(options, device, rdma=False), nbytes)
-        if access in ("auto", "served"):
-            offers.append(AccessOffer("served", plain_address, b""))
-        if access in ("auto", "mapped") and device.type == "cpu":
-            key = MAPPED_KEY.pack(
-                os.getpid(), self._table.control.descriptor, self._memory.memory.descriptor, slots, nbytes
-            )
-            # Where the pool is served as well, notifications go to that address; it is not sent twice.
-            offers.insert(0, AccessOffer("mapped", plain_address if access == "mapped" else b"", key))
-        if not offers:
-            raise UsageError(f"access={access!r} cannot be offered for a pool on {device}")
-        return offers
-
-    def _serve(self, context: _transport.Context, nbytes: int) -> tuple[bytes, bytes]:
-        region = self._memory.register(context)
-        self._regions.append(region)
-        with native_errors("starting a UCX worker"):
-            control = _transport.MemoryRegion.create(context, self._table.control, _transport.MemoryType.HOST)
-            self._regions.append(control)
-            worker = _transport.Worker.create(context)
-            self._workers.append(worker)
-            worker.serve(self._table, region)
-            key = msgpack.packb(
-                [
-                    self._memory.memory.address,
-                    nbytes,
-                    region.pack_key(),
-                    self._table.control.address,
-                    self._table.control.nbytes,
-                    control.pack_key(),
-                ]
-            )
-        return worker.address, key
-
-    @property
-    def pool(self) -> torch.Tensor:
-        return self._memory.tensor
-
-    @property
-    def peer(self) -> PeerOffer:
-        return self._peer
-
-    def admit(self, offset: int, nbytes: int, *, lease: float) -> SlotTicket:
-        try:
-            index, generation, token = self._table.admit(offset, nbytes, lease)
-        except _transport.TransportError as error:
-            if error.status == _transport.NO_MEMORY:
-                raise PoolExhaustedError(f"{error}: release publications, or make the pool larger") from error
-            raise translate(error, "admitting a slot") from error
-        return SlotTicket(index, generation, token, offset, nbytes)
-
-    def withdraw(self, ticket: SlotTicket, *, revoked: bool = False) -> bool:
-        return self._table.withdraw(ticket.index, ticket.generation, revoked=revoked)
-
-    def notices(self, timeout: float) -> list[Notice]:
-        return [
-            Notice(_NOTICE_KINDS[kind], index, generation, consumer, mac)
-            for kind, index, generation, consumer, mac in self._table.notifications(timeout)
-        ]
-
-    def wake(self) -> None:
-        self._table.wake()
-
-    def close(self, timeout: float) -> None:
-        if os.getpid() != self._owner:
-            return
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closed = True
-        deadline = time.monotonic() + timeout
-        self._table.close()
-        for worker in self._workers:
-            worker.close(max(0.0, deadline - time.monotonic()))
-        for region in self._regions:
-            region.close()
-        self._regions.clear()
-        self._memory.close()
-
-
-class _Reports:
-    """Calls back when reads have ended, on the thread that polls."""
-
-    def __init__(self) -> None:
-        self._queue = _transport.CompletionQueue()
-        self._callbacks: dict[int, Callable[[], None]] = {}
-        self._numbers = itertools.count()
-        self.wake = self._queue.wake
-
-    def watch(self, read: _transport.Read, callback: Callable[[], None]) -> None:
-        number = next(self._numbers)
-        self._callbacks[number] = callback
-        read.watch(self._queue, number)
-
-    def poll(self, timeout: float) -> None:
-        for number in self._queue.take(timeout):
-            self._callbacks.pop(number)()
-
-
-class _UcxRead(Read):
-    def __init__(
-        self, read: _transport.Read, action: str, reports: _Reports, memories: Sequence[object] = ()
-    ) -> None:
-        self._read = read
-        self._action = action
-        self._reports = reports
-        self._memories = memories  # alive as long as UCX may write to them
-
-    def wait(self, timeout: float) -> None:
-        try:
-            with native_errors(self._action):
-                if self._read.wait(timeout):
-                    return
-                self._read.abandon(_transport.TIMED_OUT)
-                if self._read.wait(0.0):  # it ended between the two calls
-                    return
-        except ClosedError as error:
-            # Nobody closed the consumer, or its caller says so: another read was given up, and its
-            # connection closed to get the memory back, just before this one was posted.
-            raise PeerLostError(
-                f"{error}: the connection was given up with another read",
-                scope="peer",
-                status=_transport.CLOSED,
-            ) from error
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        self._reports.watch(self._read, callback)
-
-    def cancel(self) -> None:
-        self._read.abandon(_transport.CANCELLED)
-
-    @property
-    def settled(self) -> bool:
-        return self._read.settled
-
-
-class _EndpointConnection(Connection):
-    """``served`` and ``rdma``: bytes come through an endpoint into the landing pool."""
-
-    def __init__(
-        self,
-        access: Access,
-        endpoint: _transport.Endpoint,
-        reports: _Reports,
-        destination: _transport.MemoryRegion | None,
-        keys: tuple[_transport.RemoteKey, _transport.RemoteKey] | None = None,
-        *,
-        lands_anywhere: bool = False,
-    ) -> None:
-        self._access: Access = access
-        self._endpoint = endpoint
-        self._reports = reports
-        self._destination = destination
-        self._keys = keys
-        self._lands_anywhere = lands_anywhere
-
-    @property
-    def access(self) -> Access:
-        return self._access
-
-    @property
-    def broken(self) -> bool:
-        return self._endpoint.failure != 0
-
-    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
-        wanted = [span for span in spans if span.nbytes > 0]
-        slot = (*_slot(ticket), ticket.offset, ticket.nbytes)
-        if self._destination is None or self.broken:
-            raise PeerLostError("the connection is lost", scope="peer", status=self._endpoint.failure)
-        try:
-            if self._keys is None:
-                read = self._endpoint.read_served(*slot, wanted, self._destination)
-            else:
-                read = self._endpoint.read_remote(*slot, wanted, self._destination, *self._keys)
-        except _transport.TransportError as error:
-            raise UsageError(f"reading a slot: {error}") from error
-        nbytes = sum(span.nbytes for span in wanted)
-        return _UcxRead(read, f"{self._access} read of {nbytes} bytes", self._reports)
-
-    @property
-    def lands_anywhere(self) -> bool:
-        return self._lands_anywhere
-
-    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
-        if not self._lands_anywhere:
-            raise UsageError(f"this {self._access!r} connection lands in the pool only")
-        if self.broken:
-            raise PeerLostError("the connection is lost", scope="peer", status=self._endpoint.failure)
-        native = [_transport.Memory.borrow(one.data_ptr(), one.numel(), owner=one) for one in memories]
-        spans = [(source, 0, one.numel()) for source, one in zip(sources, memories, strict=True)]
-        try:
-            read = self._endpoint.read_served_into(
-                *_slot(ticket), ticket.offset, ticket.nbytes, spans, native
-            )
-        except _transport.TransportError as error:
-            raise UsageError(f"reading a slot: {error}") from error
-        nbytes = sum(nbytes for *_, nbytes in spans)
-        return _UcxRead(read, f"served read of {nbytes} bytes", self._reports, native)
-
-    def view(self, ticket: SlotTicket) -> torch.Tensor:
-        raise UsageError(f"access {self._access!r} gives no views of the producer's memory")
-
-    def verify(self, ticket: SlotTicket) -> None:
-        raise UsageError(f"access {self._access!r} verifies within the read")
-
-    def notify(
-        self, kind: Literal["release", "reject"], ticket: SlotTicket, consumer: bytes, mac: bytes
-    ) -> None:
-        send = self._endpoint.release if kind == "release" else self._endpoint.reject
-        send(*_slot(ticket), consumer, mac)
-
-    def close(self, timeout: float) -> None:
-        self._endpoint.close(timeout)
-
-
-class _MappedConnection(_EndpointConnection):
-    """``mapped``: bytes are where the producer wrote them; the endpoint carries notifications."""
-
-    def __init__(self, endpoint: _transport.Endpoint, reports: _Reports, peer: _transport.PeerPool) -> None:
-        super().__init__("mapped", endpoint, reports, None)
-        self._peer = peer
-
-    @property
-    def broken(self) -> bool:
-        return self._peer.alive() != 0
-
-    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
-        raise UsageError("mapped access reads by view()")
-
-    def view(self, ticket: SlotTicket) -> torch.Tensor:
-        self.verify(ticket)
-        if ticket.nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        try:
-            return torch.utils.dlpack.from_dlpack(self._peer.array(ticket.offset, ticket.nbytes))
-        except ValueError as error:
-            raise ManifestError(f"the slot at {ticket.offset} with {ticket.nbytes} bytes: {error}") from error
-
-    def verify(self, ticket: SlotTicket) -> None:
-        status = self._peer.verify(ticket.index, ticket.generation)
-        if status == _transport.PEER_GONE:
-            raise PeerLostError("the mapped pool's producer has closed or died", scope="peer", status=status)
-        if status == _transport.LEASE_REVOKED:
-            raise LeaseRevokedError(
-                f"the producer has revoked generation {ticket.generation} of slot {ticket.index}"
-            )
-        if status != 0:
-            raise LeaseExpiredError(
-                f"slot {ticket.index} does not hold generation {ticket.generation} any more: "
-                "pull sooner, or publish with a longer lease"
-            )
+from tensorferry.steps import Gate, Steps, Wait
 
 
 class UcxReader(Reader):
@@ -367,10 +46,10 @@ class UcxReader(Reader):
         self._rdma = offers_rdma(options)
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._connections: dict[tuple[bytes, str], _EndpointConnection] = {}
+        self._connections: dict[tuple[bytes, str], EndpointConnection] = {}
         self._connecting: dict[tuple[bytes, str], Gate] = {}
-        self._hellos: set[_UcxRead] = set()
-        self._reports = _Reports()
+        self._hellos: set[UcxRead] = set()
+        self._reports = Reports()
         self._workers: dict[bool, tuple[_transport.Worker, _transport.MemoryRegion]] = {}
         self._closed = False  # lets no connection in
         self._freed = False
@@ -434,7 +113,7 @@ class UcxReader(Reader):
                 if gate is None:
                     mine = self._connecting[key] = Gate()
                     break
-            yield gate
+            yield Wait(gate, deadline)
             if not gate.wait(deadline.remaining()):
                 raise TransferTimeoutError("connecting to the producer took too long", scope="peer")
         try:
@@ -459,7 +138,7 @@ class UcxReader(Reader):
         for key in [key for key, connection in self._connections.items() if connection.broken]:
             del self._connections[key]
 
-    def _open(self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline) -> Steps[_EndpointConnection]:
+    def _open(self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline) -> Steps[EndpointConnection]:
         if offer.access == "mapped":
             return self._open_mapped(peer, offer)
         worker, region = self._worker(rdma=offer.access == "rdma")
@@ -467,7 +146,7 @@ class UcxReader(Reader):
         with native_errors(action):
             endpoint = worker.connect(offer.address)
         try:
-            yield from self._greet(_UcxRead(endpoint.hello(peer.uid), action, self._reports), deadline)
+            yield from self._greet(UcxRead(endpoint.hello(peer.uid), action, self._reports), deadline)
             keys = self._unpack(endpoint, offer.key) if offer.access == "rdma" else None
         except (PeerLostError, RemoteAccessError) as error:
             # Whoever answers there, or does not, is not the producer of this manifest.
@@ -478,11 +157,11 @@ class UcxReader(Reader):
             ) from error
         # Over tcp bytes are copied to where they go; a device would have to register that memory first.
         anywhere = offer.access == "served" and self._device.type == "cpu" and not self._rdma
-        return _EndpointConnection(
+        return EndpointConnection(
             offer.access, endpoint, self._reports, region, keys, lands_anywhere=anywhere
         )
 
-    def _greet(self, hello: _UcxRead, deadline: Deadline) -> Steps[None]:
+    def _greet(self, hello: UcxRead, deadline: Deadline) -> Steps[None]:
         """Wait until the producer has said that it is the one."""
         with self._lock:
             self._hellos.add(hello)
@@ -490,7 +169,7 @@ class UcxReader(Reader):
         try:
             if stopped:
                 hello.cancel()
-            yield hello
+            yield Wait(hello, deadline)
             hello.wait(deadline.remaining())
         except BaseException:
             hello.cancel()
@@ -502,35 +181,30 @@ class UcxReader(Reader):
     def _unpack(
         self, endpoint: _transport.Endpoint, key: bytes
     ) -> tuple[_transport.RemoteKey, _transport.RemoteKey]:
-        pool_base, pool_nbytes, pool_key, control_base, control_nbytes, control_key = _parse_rdma_key(key)
+        parsed = RdmaKey.parse(key)
         with native_errors("unpacking remote keys"):
             return (
-                endpoint.unpack(pool_key, pool_base, pool_nbytes),
-                endpoint.unpack(control_key, control_base, control_nbytes),
+                endpoint.unpack(parsed.pool.key, parsed.pool.address, parsed.pool.nbytes),
+                endpoint.unpack(parsed.control.key, parsed.control.address, parsed.control.nbytes),
             )
 
-    def _open_mapped(self, peer: PeerOffer, offer: AccessOffer) -> _EndpointConnection:
-        try:
-            pid, control, pool, slots, nbytes = MAPPED_KEY.unpack(offer.key)
-        except struct.error as error:
-            raise ManifestError(f"the mapped offer has {len(offer.key)} bytes: {error}") from error
-        if pid <= 0 or control < 0 or pool < 0 or not 0 < nbytes < 1 << 62:
-            raise ManifestError("the mapped offer names no process, descriptor or size")
+    def _open_mapped(self, peer: PeerOffer, offer: AccessOffer) -> EndpointConnection:
+        key = MappedKey.parse(offer.key)
         served = (other.address for other in peer.offers if other.access == "served")
         address = offer.address or next(served, b"")
         if not address:
             raise ManifestError("the mapped offer comes without an address for notifications")
-        with native_errors(f"mapping the pool of process {pid}"):
+        with native_errors(f"mapping the pool of process {key.pid}"):
             mapped = _transport.PeerPool.open(
-                pid=pid,
-                control_descriptor=control,
-                pool_descriptor=pool,
+                pid=key.pid,
+                control_descriptor=key.control,
+                pool_descriptor=key.pool,
                 uid=peer.uid,
-                pool_nbytes=nbytes,
-                slots=slots,
+                pool_nbytes=key.nbytes,
+                slots=key.slots,
             )
             worker, _ = self._worker(rdma=False)
-            return _MappedConnection(worker.connect(address), self._reports, mapped)
+            return MappedConnection(worker.connect(address), self._reports, mapped)
 
     def _worker(self, *, rdma: bool) -> tuple[_transport.Worker, _transport.MemoryRegion]:
         with self._lock:
@@ -571,21 +245,6 @@ class UcxReader(Reader):
             worker.close(max(0.0, deadline - time.monotonic()))
             region.close()
         self._memory.close()
-
-
-def _parse_rdma_key(key: bytes) -> tuple[int, int, bytes, int, int, bytes]:
-    """Check the form of an ``rdma`` offer's key; the ranges are checked before each get."""
-    try:
-        fields = msgpack.unpackb(key, max_array_len=6, max_bin_len=4096)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ManifestError(f"the rdma key cannot be decoded: {error}") from error
-    kinds = (int, int, bytes, int, int, bytes)
-    if not isinstance(fields, list) or [type(field) for field in fields] != list(kinds):
-        raise ManifestError("the rdma key has the wrong form")
-    for base, nbytes, packed in (fields[:3], fields[3:]):
-        if not packed or base < 0 or nbytes <= 0 or base + nbytes >= 1 << 64:
-            raise ManifestError("the rdma key names no memory")
-    return (fields[0], fields[1], fields[2], fields[3], fields[4], fields[5])
 
 
 def export_pool(
