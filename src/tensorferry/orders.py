@@ -20,6 +20,9 @@ from tensorferry.slicing import Index, Selection
 
 _LISTED = 20  # names in a message
 
+# Memory of its own for a read costs as much time as copying about so many bytes.
+_DIRECT_NBYTES = 16 << 10
+
 
 class Piece(NamedTuple):
     """A region of the slot, and the memory in which its bytes are."""
@@ -94,9 +97,11 @@ class Order:
         return sum(spec.nbytes for spec in self.specs) - gaps
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether more lands of some tensor than is wanted."""
-        return not all(selection.is_exact for selection in self.selections.values())
+    def suits_results(self) -> bool:
+        """Whether landing in the results is right, and faster than copying from landing memory."""
+        more_reads = sum(selection.reads - 1 for selection in self.selections.values())
+        without_gaps = all(selection.is_exact for selection in self.selections.values())
+        return without_gaps and more_reads * _DIRECT_NBYTES <= self.nbytes
 
     def __str__(self) -> str:
         manifest = self.manifest

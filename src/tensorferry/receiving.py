@@ -107,7 +107,7 @@ class Receiver:
                 if release:
                     self._release(connection, order)
                 return results
-            direct = device.type == "cpu" and connection.lands_anywhere and not order.has_gaps
+            direct = device.type == "cpu" and connection.lands_anywhere and order.suits_results
             arrival = yield from self._land(connection, order, deadline, direct=direct)
             try:
                 if release:

@@ -69,6 +69,11 @@ class Selection:
         """Whether what lands is the result, without gaps."""
         return self.landed_nbytes == self.nbytes
 
+    @property
+    def reads(self) -> int:
+        """How many ranges there are at most."""
+        return prod(self._counts[: self._split])
+
     def ranges(self, offset: int) -> list[tuple[int, int]]:
         """Return the ranges to read, first byte and bytes, in the order in which they land.
 

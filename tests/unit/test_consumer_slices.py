@@ -194,10 +194,25 @@ def test_only_these_bytes_cross_in_few_reads(pair, name, reads, nbytes):
     consumer.pull(producer.publish("a", {"x": LATENTS}), slices={"x": INDICES[name]})
     (spans,) = reader().posted
     assert (len(spans), sum(span.nbytes for span in spans)) == (reads, nbytes)
-    # Gaps are cut out on the way from the pool to the result; without gaps there is no such way.
-    has_gaps = nbytes > LATENTS[INDICES[name]].nbytes
-    landed_in_pool = spans[0].destination >= 0
-    assert landed_in_pool == (has_gaps or not reader().lands_anywhere)
+
+
+@pytest.mark.parametrize("way", ["direct"], indirect=True)
+@pytest.mark.parametrize(
+    ("index", "lands_in_result"),
+    [
+        ((..., slice(0, 600)), False),  # gaps are cut out on the way from the pool to the result
+        (slice(None, None, 2), True),  # 8 reads of 30 KiB
+        ((..., slice(0, 320)), False),  # 192 reads of 1,280 bytes
+        ((3, slice(None), slice(0, 320)), False),
+        ((3, 5, 7), True),
+    ],
+)
+def test_parts_land_in_results_where_that_is_faster(pair, index, lands_in_result):
+    producer, consumer = pair
+    got = consumer.pull(producer.publish("a", {"x": LATENTS}), slices={"x": index})["x"]
+    assert same(got, LATENTS[index])
+    (spans,) = reader().posted
+    assert {span.destination < 0 for span in spans} == {lands_in_result}
 
 
 def test_whole_tensors_beside_a_part_are_read_as_ever(served):
