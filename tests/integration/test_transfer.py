@@ -99,6 +99,65 @@ def test_checksums_and_keys_over_the_wire(two):
     close_both(two)
 
 
+def test_one_flipped_byte_is_found_and_named(two, mode_name):
+    """A write into the pool after publish, as the holder of an RDMA key could make it."""
+    producer, consumer = two
+    producer.call(peers.open_producer, "16MiB", access=mode_name, checksum="xxh3")
+    consumer.call(peers.open_consumer, "16MiB", access=mode_name)
+    manifest = producer.call(peers.publish, "a", payloads.many, 20, 100 * KIB)
+    producer.call(flip_a_byte, manifest, "t7")
+    with pytest.raises(peers.RemoteError, match=r"IntegrityError.*the bytes of t7 have the checksum"):
+        consumer.call(peers.pull, manifest)
+    assert consumer.call(peers.statistics, "consumer")["integrity_failures"] == 1
+    assert not producer.call(peers.wait_released, "a", 0)  # the slot is still held
+    names = [f"t{i}" for i in range(20) if i != 7]
+    assert consumer.call(peers.pull_and_compare, manifest, others_than_t7, names=names) == ""
+    close_both(two)
+
+
+@pytest.fixture(params=["served", "rdma", "mapped"])
+def mode_name(request):
+    return request.param
+
+
+def flip_a_byte(namespace, manifest, path):
+    """Change the last byte of a tensor where it lies."""
+    manifest = read_manifest(manifest)
+    spec = next(spec for spec in manifest.tensors if spec.path == path)
+    namespace.producer._publisher.pool[manifest.ticket.offset + spec.offset + spec.nbytes - 1] ^= 1
+
+
+def others_than_t7():
+    whole = payloads.many(20, 100 * KIB)
+    del whole["t7"]
+    return whole
+
+
+def test_what_was_computed_into_the_pool_arrives(two, mode_name):
+    producer, consumer = two
+    producer.call(peers.open_producer, "64MiB", access=mode_name)
+    consumer.call(peers.open_consumer, "64MiB", access=mode_name)
+    for turn in range(3):  # the same memory again
+        manifest = producer.call(compute_and_publish, f"turn {turn}", turn)
+        assert consumer.call(peers.pull_and_compare, manifest, computed, turn) == ""
+        assert producer.call(peers.wait_released, f"turn {turn}", 10)
+    close_both(two)
+
+
+def compute_and_publish(namespace, request_id, turn):
+    with namespace.producer.reserve(request_id, 40 * MIB, timeout=10) as reservation:
+        y = reservation.empty("y", (300,), torch.bfloat16)
+        x = reservation.empty("x", (1024, 1024), torch.float32)
+        torch.add(torch.arange(1 << 20).view(1024, 1024), turn, out=x)
+        y.fill_(turn)
+        return reservation.publish({"nested": [x[10:20], None, (y,)]})
+
+
+def computed(turn):
+    x = (torch.arange(1 << 20).view(1024, 1024) + turn).float()
+    return {"nested": [x[10:20], None, (torch.full((300,), turn, dtype=torch.bfloat16),)]}
+
+
 @pytest.mark.parametrize("access", ["served", "mapped"])
 def test_a_gibibyte_from_a_pool_of_its_size(two, access):
     producer, consumer = two
