@@ -95,8 +95,3 @@ def landing_offsets(regions: Sequence[Region]) -> tuple[list[int], int]:
 def align(offset: int) -> int:
     """Return the next multiple of :data:`ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def align_down(offset: int) -> int:
-    """Return the last multiple of :data:`ALIGNMENT` up to ``offset``."""
-    return offset // ALIGNMENT * ALIGNMENT

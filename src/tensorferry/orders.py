@@ -13,9 +13,10 @@ from tensorferry import layout, packing, payload, slicing
 from tensorferry.backends.base import Span
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import IntegrityError, UsageError
-from tensorferry.layout import Region, align_down
+from tensorferry.layout import Region
 from tensorferry.manifest import Manifest, TensorSpec
 from tensorferry.payload import Structure
+from tensorferry.records import shown
 from tensorferry.slicing import Index, Selection
 
 _LISTED = 20  # names in a message
@@ -105,8 +106,8 @@ class Order:
 
     def __str__(self) -> str:
         manifest = self.manifest
-        name = "" if manifest.producer is None else f"{manifest.producer!r} "
-        return f"request {manifest.request_id!r} of producer {name}{manifest.peer.uid.hex()[:8]}"
+        name = "" if manifest.producer is None else f"{shown(manifest.producer)} "
+        return f"request {shown(manifest.request_id)} of producer {name}{manifest.peer.uid.hex()[:8]}"
 
     def spans(self, offsets: Sequence[int]) -> list[Span]:
         """Return the reads that bring each region to its offset in a pool."""
@@ -131,11 +132,12 @@ class Order:
         for region in regions:
             specs, offsets = self._placed(region)
             for first, last in packing.chunks(specs, offsets):
+                start = region.start + offsets[first]
+                nbytes = specs[last - 1].offset + specs[last - 1].nbytes - start
                 # A chunk starts where its tensors keep their alignment; one of its own, at its first byte.
-                start = offsets[first] if last == first + 1 else align_down(offsets[first])
-                nbytes = offsets[last - 1] + specs[last - 1].nbytes - start
-                part = Region(region.start + start, nbytes, region.members[first:last])
-                pieces.append(Piece(part, packing.fresh(nbytes, device)))
+                gap = 0 if last == first + 1 else start % layout.ALIGNMENT
+                part = Region(start, nbytes, region.members[first:last])
+                pieces.append(Piece(part, packing.fresh(gap + nbytes, device)[gap:]))
         return pieces
 
     def copies(self, pieces: Sequence[Piece], device: torch.device) -> list[torch.Tensor]:
@@ -174,8 +176,8 @@ class Order:
             for spec, found in zip(specs, sums, strict=True):
                 if spec.checksum != found:
                     raise IntegrityError(
-                        f"the bytes of {spec.path} have the checksum {found:016x}, the producer's were "
-                        f"{spec.checksum:016x}; the data was discarded: pull again, or publish again"
+                        f"the bytes of {shown(spec.path)} have the checksum {found:016x}, the producer's "
+                        f"were {spec.checksum:016x}; the data was discarded: pull again, or publish again"
                     )
 
     def _found(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:

@@ -219,14 +219,14 @@ def _strided(
 ) -> torch.Tensor:
     """Return a run of tensors in a flat uint8 tensor as one tensor with one more dimension."""
     itemsize = dtype.itemsize
-    typed = memory[: memory.numel() // itemsize * itemsize].view(dtype)
+    first = memory[offset : offset + itemsize].view(dtype)  # all of the memory may start in an element
     strides = [1]
     for size in reversed(shape):
         strides.append(strides[-1] * max(size, 1))
-    return typed.as_strided(
+    return first.as_strided(
         (run.length, *shape),
         (run.stride // itemsize, *reversed(strides[:-1])),
-        typed.storage_offset() + offset // itemsize,
+        first.storage_offset(),
     )
 
 

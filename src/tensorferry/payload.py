@@ -20,19 +20,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from tensorferry.arrays import as_tensor
 from tensorferry.errors import UsageError
+from tensorferry.records import shown
 
 Structure: TypeAlias = "dict[str, Any]"
 Trail: TypeAlias = "tuple[Any, str | int] | None"
 
 MAX_DEPTH = 32
-MAX_NODES = 1 << 20
-MAX_PATH_CHARACTERS = 64 << 20
+MAX_NODES = 1 << 17
+MAX_PATH_CHARACTERS = 16 << 20
 TENSOR = True
 TUPLE = False
 
@@ -52,7 +54,7 @@ def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, list[Leaf]]:
 
     Args:
         tensors: Mapping from names to a tensor, ``None``, or lists, tuples and dicts of
-            them, nested at most 32 deep.
+            them, nested at most 32 deep, with 131,072 entries at most in all of them together.
 
     Returns:
         The structure, and the tensors in the order of their marks in it.
@@ -103,9 +105,12 @@ def select(structure: Structure, names: Sequence[str]) -> tuple[Structure, list[
         first = indices[name].stop
     for name in names:
         if name not in indices:
-            raise UsageError(f"there is no tensor named {name!r}; there are {', '.join(indices) or 'none'}")
+            there = ", ".join(shown(one, 40) for one in islice(indices, 8))
+            more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+            raise UsageError(f"there is no tensor named {shown(name)}; there are {there or 'none'}{more}")
     if len(set(names)) != len(names):
-        raise UsageError(f"a name is given twice in {list(names)!r}")
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise UsageError(f"the name {shown(twice)} is given twice")
     return {name: structure[name] for name in names}, [i for name in names for i in indices[name]]
 
 
@@ -117,7 +122,7 @@ def leaf_paths(structure: Structure) -> list[str]:
 
     Raises:
         UsageError: All paths together would take too much memory: the sum over all entries of
-            containers, of 32 and the length of the container's path, is above 64 Mi.
+            containers, of the length of the container's path, is above 16 Mi.
     """
     paths = _Paths()
     for name, node in structure.items():
@@ -210,7 +215,7 @@ def _count(node: Any) -> int:
 class _Paths:
     """Paths of tensors, and how many characters they may still take together.
 
-    Without this bound a peer could send millions of marks, or put a huge key above many.
+    Without this bound a peer could put a huge key above many marks.
     """
 
     def __init__(self) -> None:
@@ -221,9 +226,9 @@ class _Paths:
         if node is TENSOR:
             self.found.append(path)
         elif node:
-            self._remaining -= (len(path) + 32) * len(node)
+            self._remaining -= len(path) * len(node)
             if self._remaining < 0:
-                raise UsageError("there are too many entries, or too long keys above many; use shorter ones")
+                raise UsageError("there are too long keys above too many entries; use shorter ones")
             if isinstance(node, dict):
                 for key, value in node.items():
                     self.add(value, path + _step(key))

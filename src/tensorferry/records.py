@@ -86,6 +86,11 @@ class Record:
         return Record(self._take(key, dict), key)
 
 
+def shown(text: str, limit: int = 200) -> str:
+    """Return text of a peer as a message may hold it: quoted, printable and not long."""
+    return repr(text) if len(text) <= limit else f"{text[:limit]!r} and {len(text) - limit} more characters"
+
+
 def kind_of(value: Any) -> str:
     """Return what to call a decoded value in a message."""
     return f"a {type(value).__name__}" if value is not None else "nil"

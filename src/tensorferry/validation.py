@@ -15,7 +15,7 @@ from tensorferry import metadata, payload
 from tensorferry.backends.base import Access, AccessOffer, PeerOffer, SlotTicket
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import ManifestError, TensorferryError, UsageError
-from tensorferry.records import Record, kind_of
+from tensorferry.records import Record, kind_of, shown
 
 NATIVE: Literal["little", "big"] = sys.byteorder
 
@@ -28,6 +28,9 @@ MAX_OFFERS = 16
 MAX_DIMS = 64
 MAX_CONSUMERS = (1 << 31) - 1
 UID_NBYTES = TOKEN_NBYTES = 16
+
+_CONTAINERS = {dict, list}
+_METADATA = {*_CONTAINERS, type(None), bool, int, float, str, bytes}
 
 _INT64 = (1 << 63) - 1
 _UINT64 = (1 << 64) - 1
@@ -69,28 +72,33 @@ def peer(record: Record) -> PeerOffer:
 
 
 def check_metadata(value: Any, depth: int = 0) -> None:
-    """Check that metadata is of plain types and not nested too deep."""
-    if type(value) is dict or type(value) is list:
-        if depth >= metadata.MAX_DEPTH:
-            raise ManifestError(f"metadata is nested more than {metadata.MAX_DEPTH} deep")
-        for item in value.values() if type(value) is dict else value:
-            check_metadata(item, depth + 1)
-    elif value is not None and type(value) not in (bool, int, float, str, bytes):
-        raise ManifestError(f"metadata holds {kind_of(value)}")
+    """Check that a map or list of metadata is of plain types and not nested too deep."""
+    if depth >= metadata.MAX_DEPTH:
+        raise ManifestError(f"metadata is nested more than {metadata.MAX_DEPTH} deep")
+    items = value.values() if type(value) is dict else value
+    kinds = set(map(type, items))
+    if not kinds <= _METADATA:
+        raise ManifestError(
+            f"metadata holds {' or '.join(sorted(kind.__name__ for kind in kinds - _METADATA))}"
+        )
+    if not kinds.isdisjoint(_CONTAINERS):  # else there may be millions: no call for each
+        for item in items:
+            if type(item) in _CONTAINERS:
+                check_metadata(item, depth + 1)
 
 
 def structure_paths(structure: dict[str, Any]) -> list[str]:
     """Check a payload's structure and return the paths of its tensors."""
-    _check_node(structure, 1)
+    if _entries(structure, 1) > payload.MAX_NODES:
+        raise ManifestError(f"the structure of the manifest has more than {payload.MAX_NODES} entries")
     try:
         return payload.leaf_paths(structure)
     except UsageError as error:
         raise ManifestError(f"the structure of the manifest: {error}") from error
 
 
-def _check_node(node: Any, depth: int) -> None:
-    if node is None or node is payload.TENSOR:
-        return
+def _entries(node: Any, depth: int) -> int:
+    """Check a container of the structure; return how many entries are in it and below, at the most."""
     if type(node) is dict:
         items: Any = node.values()
     elif type(node) is list:
@@ -99,9 +107,13 @@ def _check_node(node: Any, depth: int) -> None:
         raise ManifestError(f"the structure holds {kind_of(node)}")
     if depth > payload.MAX_DEPTH:
         raise ManifestError(f"the structure is nested more than {payload.MAX_DEPTH} deep")
+    if len(items) > payload.MAX_NODES:
+        return len(items)
+    entries = len(items)
     for item in items:
         if item is not payload.TENSOR and item is not None:
-            _check_node(item, depth + 1)
+            entries += _entries(item, depth + 1)
+    return entries
 
 
 def tensor_columns(
@@ -128,12 +140,12 @@ def _fit(
     for path, nbytes, itemsize, offset in zip(paths, sizes, itemsizes, offsets, strict=True):
         if offset + nbytes > slot.nbytes:
             raise ManifestError(
-                f"{path[:256]} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
+                f"{shown(path)} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
             )
         if nbytes:
             if offset % itemsize or slot.offset % itemsize:
                 raise ManifestError(
-                    f"{path[:256]} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
+                    f"{shown(path)} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
                 )
             ordered = ordered and offset >= end
             end = offset + nbytes
@@ -155,7 +167,7 @@ def _refuse_overlap(paths: list[str], sizes: list[int], offsets: list[int]) -> N
     end, last = 0, ""
     for offset, nbytes, path in sorted(zip(offsets, sizes, paths, strict=True)):
         if nbytes and offset < end:
-            raise ManifestError(f"{path[:256]} overlaps {last[:256]} at byte {offset} of the slot")
+            raise ManifestError(f"{shown(path)} overlaps {shown(last)} at byte {offset} of the slot")
         if nbytes:
             end, last = offset + nbytes, path
 

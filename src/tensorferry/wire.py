@@ -25,7 +25,10 @@ SIGNED = 0x01
 HEADER_NBYTES = 8
 DIGEST_NBYTES = 32
 MAX_MANIFEST_NBYTES = 16 << 20
-MAX_CONTAINERS = 1 << 18
+MAX_NODES = 1 << 19
+"""Arrays, maps and entries of maps; the limits of payload and metadata together are below it."""
+MAX_ENTRIES = 1 << 17
+"""Entries of one map."""
 
 _PURPOSE = b"ferry manifest 1"
 _NOTICE_PURPOSE = b"ferry notice 1"
@@ -139,23 +142,24 @@ def unpack(body: bytes) -> Any:
     Raises:
         ManifestError: It is malformed, has extension types, or is nested too deep.
     """
-    containers = 0
+    nodes = 0
 
-    def count(items: list[Any]) -> list[Any]:
-        nonlocal containers
-        containers += 1
-        if containers > MAX_CONTAINERS:
-            raise ManifestError(f"the manifest has more than {MAX_CONTAINERS} lists and maps")
+    def count(items: list[Any], entries: int = 0) -> list[Any]:
+        nonlocal nodes
+        nodes += 1 + entries
+        if nodes > MAX_NODES:
+            raise ManifestError(f"the manifest has more than {MAX_NODES} arrays, maps and entries of maps")
         return items
 
     def pairs(items: list[tuple[Any, Any]]) -> dict[str, Any]:
-        decoded = dict(count(items))
-        if len(decoded) != len(items) or not all(type(key) is str for key in decoded):
+        decoded = dict(count(items, len(items)))
+        if len(decoded) != len(items) or not set(map(type, decoded)) <= {str}:
             raise ManifestError("a map in the manifest has a key twice, or one that is no text")
         return decoded
 
     limit = max(len(body), 1)
-    limits = {f"max_{kind}_len": limit for kind in ("str", "bin", "array", "map")}
+    limits = {f"max_{kind}_len": limit for kind in ("str", "bin", "array")}
+    limits["max_map_len"] = min(limit, MAX_ENTRIES)  # a map is a list of pairs before a hook sees it
     try:
         scanner = msgpack.Unpacker(max_buffer_size=limit, max_ext_len=0, **limits)
         scanner.feed(body)

@@ -400,6 +400,17 @@ def test_many_tensors_on_one_spot_are_refused_in_time():
     assert time.perf_counter() - begin < 5
 
 
+@pytest.mark.parametrize("offset", [0, 1, 1 << 40], ids=["overlaps", "odd", "outside"])
+def test_names_cannot_write_lines_into_logs_or_steer_terminals(offset):
+    name = "a\nb\x1b[2J\u202e" + "c" * 10_000
+    payload = {name: torch.ones(4), "other": torch.ones(4)}
+    data = encode_manifest(make_manifest(payload, ticket=make_manifest().ticket))
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(altered(data, lambda body: body["offset"].__setitem__(1, offset)))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
 def test_long_keys_above_many_tensors():
     payload = {"x": [torch.zeros(0)] * 50_000}
     data = encode_manifest(make_manifest(payload))

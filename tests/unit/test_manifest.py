@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifests import KEY, altered, body_of, forge, make_manifest
-from tensorferry import validation, wire
+from tensorferry import metadata, payload, validation, wire
 from tensorferry.backends.base import AccessOffer
 from tensorferry.dtypes import SUPPORTED_DTYPES
 from tensorferry.errors import AuthenticationError, ManifestError, UsageError, VersionError
@@ -121,6 +122,40 @@ def test_nan_in_metadata_is_kept():
     decoded = decode_manifest(encode_manifest(make_manifest(metadata={"x": [math.nan, -0.0, math.inf]})))
     assert math.isnan(decoded.metadata["x"][0])
     assert str(decoded.metadata["x"][1:]) == "[-0.0, inf]"
+
+
+MOST = payload.MAX_NODES - 1
+AT_THE_LIMIT: dict[str, Callable[[], dict[str, Any]]] = {
+    "tensors of distinct shapes": lambda: {"payload": {"x": [torch.empty(0, i) for i in range(MOST)]}},
+    "lists": lambda: {"payload": {"x": [[] for _ in range(MOST)]}},
+    "dicts of one": lambda: {"payload": {"x": [{"y": None}] * (MOST // 2)}},
+    "names": lambda: {"payload": {str(i): None for i in range(MOST + 1)}},
+    "lists in metadata": lambda: {"metadata": {"x": [[] for _ in range(metadata.MAX_NODES - 3)]}},
+    "names in metadata": lambda: {"metadata": {str(i): None for i in range(metadata.MAX_NODES - 1)}},
+    "items in metadata": lambda: {"metadata": {"x": [None] * 1_000_000}},
+}
+
+
+@pytest.mark.parametrize("what", AT_THE_LIMIT.values(), ids=AT_THE_LIMIT)
+def test_whatever_is_published_can_be_read(what):
+    """No limit of the decoder is below what the encoder lets through."""
+    manifest = make_manifest(**what())
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+def test_payload_and_metadata_at_their_limits_can_be_read_together():
+    manifest = make_manifest(
+        **AT_THE_LIMIT["tensors of distinct shapes"](), **AT_THE_LIMIT["lists in metadata"]()
+    )
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_more_metadata_than_can_be_read_is_refused(kind):
+    many = range(metadata.MAX_NODES)
+    more = [[] for _ in many] if kind is list else {str(i): 0 for i in many}
+    with pytest.raises(UsageError, match=r"65536 .* at metadata\['x'\]"):
+        encode_manifest(make_manifest(metadata={"x": more}))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,11 @@ from tensorferry.orders import Order, Piece
 
 CPU = torch.device("cpu")
 
+kinds = st.tuples(
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]),
+    st.lists(st.integers(1, 5), max_size=2).map(tuple),
+)
+
 
 def tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Random bits, for bool as well: what is not 0 or 1 must come back as it was."""
@@ -149,3 +154,28 @@ def test_landing_keeps_the_alignment_within_the_slot():
     assert (offsets[0] % ALIGNMENT, offsets[1] % ALIGNMENT) == (0, 1000 % ALIGNMENT)
     assert offsets[1] >= 10
     assert nbytes == offsets[1] + 7
+
+
+@given(st.lists(st.tuples(kinds, st.integers(0, 3)), min_size=1, max_size=8))
+def test_tensors_may_lie_at_any_multiple_of_their_element_size(wanted):
+    """As other producers may place them: it is no more than the wire format asks for."""
+    tensors, offsets, end = [], [], 0
+    for (dtype, shape), gap in wanted:
+        one = tensor(dtype, shape, seed=len(tensors))
+        offset = -(-end // dtype.itemsize + -gap) * dtype.itemsize
+        tensors.append(one)
+        offsets.append(offset)
+        end = offset + one.nbytes
+    slot = torch.full((end,), 0xAA, dtype=torch.uint8)
+    for one, offset in zip(tensors, offsets, strict=True):
+        slot[offset : offset + one.nbytes] = torch.frombuffer(bytearray(bits(one)), dtype=torch.uint8)
+    order = order_of(describe(tensors, offsets))
+    places, nbytes = layout.landing_offsets(order.regions)
+    landing = torch.zeros(nbytes, dtype=torch.uint8)
+    pieces = []
+    for place, region in zip(places, order.regions, strict=True):
+        memory = landing[place : place + region.nbytes]
+        memory.copy_(slot[region.start : region.start + region.nbytes])
+        pieces.append(Piece(region, memory))
+    for unpack in (Order.copies, Order.views):
+        assert [bits(one) for one in unpack(order, pieces, CPU)] == [bits(one) for one in tensors]

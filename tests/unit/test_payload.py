@@ -208,6 +208,16 @@ def test_shared_containers_do_not_explode():
         flatten({"a": node})
 
 
+def test_messages_about_names_are_short_and_printable():
+    structure: payload.Structure = {f"{i}\n": None for i in range(10_000)} | {"k" * 100_000: None}
+    with pytest.raises(UsageError, match=r"'0\\n', .*'7\\n' and 9993 more") as caught:
+        select(structure, ["x" * 1000])
+    assert len(str(caught.value)) < 500
+    with pytest.raises(UsageError, match="twice") as caught:
+        select(structure, ["k" * 100_000] * 2)
+    assert len(str(caught.value)) < 500
+
+
 def test_long_keys_above_many_tensors_are_refused(monkeypatch):
     monkeypatch.setattr(payload, "MAX_PATH_CHARACTERS", 1000)
     with pytest.raises(UsageError, match="shorter"):
@@ -295,7 +305,7 @@ def test_a_wrong_number_of_leaves_is_refused():
 def test_select_takes_names_in_the_order_given():
     structure, _ = flatten({"a": [T, None, (T,)], "b": T, "c": {"d": T}})
     assert select(structure, ["c", "a"]) == ({"c": {"d": True}, "a": [True, None, [False, True]]}, [3, 0, 1])
-    with pytest.raises(UsageError, match="there are a, b, c"):
+    with pytest.raises(UsageError, match="there are 'a', 'b', 'c'"):
         select(structure, ["x"])
     with pytest.raises(UsageError, match="twice"):
         select(structure, ["a", "a"])
