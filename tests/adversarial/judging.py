@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a consumer does with a manifest before it connects, and what must hold while it does."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from tensorferry import layout
+from tensorferry.backends.ucx import UcxReader, _parse_mapped_key, _parse_rdma_key
+from tensorferry.errors import ConnectError, ManifestError, ProtocolError, TensorferryError, UsageError
+from tensorferry.manifest import Manifest, decode_manifest, encode_manifest
+from tensorferry.orders import Order, Piece
+from tensorferry.payload import unflatten
+
+CPU_SECONDS = 1.0
+MEMORY_NBYTES = 128 << 20
+MEMORY_FACTOR = 32
+MESSAGE_CHARACTERS = 1000
+
+_LANDING_NBYTES = 1 << 20
+_EXAMINED_NBYTES = 1 << 20
+_CPU = torch.device("cpu")
+_RESET_PEAK = "5"  # to /proc/self/clear_refs: the peak of the resident memory begins anew
+
+_T = TypeVar("_T")
+
+
+class Finding(Exception):  # noqa: N818 - not an error of the judge
+    """What a consumer did that it must not do."""
+
+
+class Verdict(NamedTuple):
+    """How an input ended, what it took, and what is wrong with that."""
+
+    outcome: str
+    cpu_seconds: float
+    memory_nbytes: int
+    finding: str | None
+
+
+class Judge:
+    """A consumer that never connects.
+
+    Args:
+        cpu_seconds: Most CPU time for one input.
+    """
+
+    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._reader = UcxReader(4096, device=_CPU, access="auto", options={})
+        self._pool = torch.zeros(_LANDING_NBYTES, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the reader."""
+        self._reader.close(1.0)
+
+    def judge(self, data: bytes, key: bytes | None, *, damaged: bool = False) -> Verdict:
+        """Decode an input, use it if it can be used, and measure that.
+
+        Args:
+            data: The input.
+            key: The consumer's key.
+            damaged: Whether the digest cannot be right.
+        """
+        verdict = self._measured(data, key)
+        for _ in range(2):  # a busy machine is not the input's fault
+            if verdict.finding is None or verdict.cpu_seconds <= self._cpu_seconds:
+                break
+            verdict = self._measured(data, key)
+        if damaged and verdict.finding is None and verdict.outcome.startswith("accepted"):
+            return verdict._replace(finding="it was accepted although it was damaged")
+        return verdict
+
+    def _measured(self, data: bytes, key: bytes | None) -> Verdict:
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        before, start = _peak_nbytes(), time.process_time()
+        finding = None
+        seconds, nbytes = 0.0, 0
+        try:
+            try:
+                manifest, outcome = self._used(data, key)
+            finally:
+                seconds, nbytes = time.process_time() - start, _peak_nbytes() - before
+            if manifest is not None and len(data) < _EXAMINED_NBYTES:
+                self._examine(manifest, key)
+        except Finding as found:
+            outcome, finding = "finding", str(found)
+        except Exception as error:
+            outcome, finding = type(error).__name__, f"{type(error).__name__}: {error!s:.1000}"
+        if finding is None and seconds > self._cpu_seconds:
+            finding = f"it took {seconds:.2f} s of CPU time"
+        if finding is None and nbytes > MEMORY_NBYTES + MEMORY_FACTOR * len(data):
+            finding = f"it took {nbytes >> 20} MiB of memory"
+        return Verdict(outcome, seconds, nbytes, finding)
+
+    def _used(self, data: bytes, key: bytes | None) -> tuple[Manifest | None, str]:
+        """Do what every pull does."""
+        try:
+            manifest = decode_manifest(data, key)
+        except ProtocolError as error:
+            _check_message(error)
+            return None, type(error).__name__
+        order = Order.of(manifest, None)
+        layout.landing_offsets(order.regions)
+        unflatten(order.structure, [None] * len(order.specs))
+        return manifest, self._offers(manifest)
+
+    def _examine(self, manifest: Manifest, key: bytes | None) -> None:
+        """Look at it from all sides."""
+        _check(len(set(manifest.names)) == len(manifest.tensors), "two tensors have one path")
+        self._order(manifest, None)
+        names = list(manifest.structure)
+        self._order(manifest, random.Random(len(names)).sample(names, min(len(names), 3)))
+        _refused(lambda: Order.of(manifest, ["a name that nobody has"]), UsageError)
+        if names:
+            _refused(lambda: Order.of(manifest, [names[0], names[0]]), UsageError)
+        again = encode_manifest(manifest, key)
+        _check(encode_manifest(decode_manifest(again, key), key) == again, "it is not the same when sent on")
+
+    def _order(self, manifest: Manifest, names: Sequence[str] | None) -> None:
+        order = Order.of(manifest, names)
+        _check(names is None or list(order.structure) == names, "these are not the names asked for")
+        leaves = [f"leaf {index}" for index in range(len(order.specs))]
+        payload = unflatten(order.structure, leaves)
+        _check(list(payload) == list(order.structure), "the payload has other names")
+        _check(len(str(order)) < 2000, "the order's name is too long for a message")
+        members = [index for region in order.regions for index in region.members]
+        with_bytes = [index for index, spec in enumerate(order.specs) if spec.nbytes]
+        _check(sorted(members) == with_bytes, "the regions do not have every tensor once")
+        end = 0
+        for region in order.regions:
+            _check(region.start >= end, "regions overlap")
+            end = region.start
+            for spec in map(order.specs.__getitem__, region.members):
+                _check(spec.offset >= end, "tensors overlap")
+                end = spec.offset + spec.nbytes
+            _check(end == region.start + region.nbytes, "a region ends elsewhere than its last tensor")
+        _check(end <= manifest.ticket.nbytes, "a region leaves the slot")
+        offsets, nbytes = layout.landing_offsets(order.regions)
+        if nbytes > _LANDING_NBYTES or len(order.specs) > 1000:
+            return
+        pieces, end = [], 0
+        for offset, region in zip(offsets, order.regions, strict=True):
+            _check(offset >= end, "regions overlap where they land")
+            end = offset + region.nbytes
+            pieces.append(Piece(region, self._pool[offset:end]))
+        _check(end == nbytes, "the landing block has another size")
+        for spec, tensor in zip(order.specs, order.copies(pieces, _CPU), strict=True):
+            _check(
+                (tuple(tensor.shape), tensor.nbytes) == (spec.shape, spec.nbytes),
+                "a tensor has another shape",
+            )
+
+    def _offers(self, manifest: Manifest) -> str:
+        usable = []
+        for offer in manifest.peer.offers:
+            try:
+                if offer.access == "rdma":
+                    _parse_rdma_key(offer.key)
+                if offer.access == "mapped":
+                    _parse_mapped_key(manifest.peer, offer)
+                usable.append(offer.access)
+            except ManifestError as error:
+                _check_message(error)
+        for access in ("auto", "rdma", "mapped", "served"):
+            try:
+                chosen = self._reader._choose(manifest.peer, access)
+                _check(
+                    set(chosen) <= set(manifest.peer.offers) and bool(chosen), "it chose what is not offered"
+                )
+            except ConnectError as error:
+                _check_message(error)
+        return f"accepted, {len(usable)} of {len(manifest.peer.offers)} offers usable"
+
+
+def _peak_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Finding(otherwise)
+
+
+def _check_message(error: TensorferryError) -> None:
+    """An error's message goes into logs: it must neither flood them nor steer a terminal."""
+    message = str(error)
+    _check(len(message) <= MESSAGE_CHARACTERS, f"a message of {len(message)} characters: {message:.200}")
+    _check(message.isprintable(), f"an unprintable message: {message!r:.200}")
+
+
+def _refused(action: Callable[[], _T], kind: type[TensorferryError]) -> None:
+    try:
+        action()
+    except kind as error:
+        _check_message(error)
+    else:
+        raise Finding("a wrong call was not refused")
