@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tensorferry import layout
-from tensorferry.backends.ucx import UcxReader, _parse_mapped_key, _parse_rdma_key
+from tensorferry.backends.ucx import UcxReader
+from tensorferry.backends.ucx_offers import MappedKey, RdmaKey
 from tensorferry.errors import ConnectError, ManifestError, ProtocolError, TensorferryError, UsageError
 from tensorferry.manifest import Manifest, decode_manifest, encode_manifest
 from tensorferry.orders import Order, Piece
@@ -163,9 +164,9 @@ class Judge:
         for offer in manifest.peer.offers:
             try:
                 if offer.access == "rdma":
-                    _parse_rdma_key(offer.key)
+                    RdmaKey.parse(offer.key)
                 if offer.access == "mapped":
-                    _parse_mapped_key(manifest.peer, offer)
+                    MappedKey.parse(offer.key)
                 usable.append(offer.access)
             except ManifestError as error:
                 _check_message(error)

@@ -24,7 +24,7 @@ from trees import Map, Place, Raw, build, copy, parse, places
 from manifests import BODY, KEY, make_manifest
 from tensorferry import wire
 from tensorferry.backends.base import AccessOffer, PeerOffer
-from tensorferry.backends.ucx import MAPPED_KEY
+from tensorferry.backends.ucx_offers import MappedKey, RdmaKey, RemoteRange
 from tensorferry.manifest import encode_manifest
 
 OTHER_KEY = b"somebody else's key"
@@ -54,8 +54,8 @@ class Input(NamedTuple):
 
 def seeds() -> list[bytes]:
     """Return good manifests of different kinds, without a key."""
-    rdma = msgpack.packb([1 << 44, 1 << 20, b"k" * 20, 1 << 45, 4096, b"c" * 20])
-    mapped = MAPPED_KEY.pack(4321, 7, 8, 64, 1 << 20)
+    rdma = RdmaKey(RemoteRange(1 << 44, 1 << 20, b"k" * 20), RemoteRange(1 << 45, 4096, b"c" * 20)).pack()
+    mapped = MappedKey(4321, 7, 8, 64, 1 << 20).pack()
     offers = (AccessOffer("rdma", b"r" * 90, rdma), AccessOffer("mapped", b"", mapped))
     summed = make_manifest(checksum="xxh3", producer="encoder-0", consumers=3)
     specs = tuple(spec._replace(checksum=i << 60) for i, spec in enumerate(summed.tensors))
@@ -341,7 +341,7 @@ def _offer(tree: Map, chance: random.Random, _: Sequence[Map]) -> None:
         fields[chance.randrange(6)] = _value(chance)
     key = chance.choice(
         [
-            lambda: MAPPED_KEY.pack(*[n % (1 << (31, 31, 31, 32, 64)[i]) for i, n in enumerate(numbers)]),
+            lambda: MappedKey(*[n % (1 << (31, 31, 31, 32, 64)[i]) for i, n in enumerate(numbers)]).pack(),
             lambda: build(fields),
             lambda: _damaged(build(fields), chance, [build(fields)]),
             lambda: build(_value(chance)),

@@ -70,7 +70,7 @@ class RdmaKey(NamedTuple):
         """
         try:
             fields = msgpack.unpackb(key, max_array_len=6, max_bin_len=4096)
-        except (ValueError, msgpack.UnpackException) as error:
+        except Exception as error:  # whatever msgpack raises, the peer's bytes are the reason
             raise ManifestError(f"the rdma key cannot be decoded: {error}") from error
         kinds = [int, int, bytes, int, int, bytes]
         if not isinstance(fields, list) or [type(field) for field in fields] != kinds:
