@@ -7,6 +7,8 @@ import heapq
 import itertools
 import threading
 import time
+import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -56,7 +58,8 @@ class Dispatcher:
         # The thread only:
         self._tasks: set[Task[Any]] = set()
         # Heap of the times at which tasks are resumed in the turn that is given; most get there before.
-        self._deadlines: list[tuple[float, int, Task[Any], int]] = []
+        # They stay in it after their end, so it must not keep them and their results alive.
+        self._deadlines: list[tuple[float, int, weakref.ref[Task[Any]], int]] = []
         self._numbers = itertools.count()
 
     @property
@@ -144,8 +147,10 @@ class Dispatcher:
 
     def _resume_overdue(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, task, turn = heapq.heappop(self._deadlines)
-            self._resume(task, turn)  # the call that it makes says in its own words that the time is up
+            _, _, reference, turn = heapq.heappop(self._deadlines)
+            task = reference()
+            if task is not None:  # the call that it makes says in its own words that the time is up
+                self._resume(task, turn)
 
     def _advance(self, task: Task[Any]) -> None:
         steps, error = task.steps, task.error
@@ -160,15 +165,32 @@ class Dispatcher:
             task.outcome.set_result(end.value)
         except BaseException as failure:
             self._end(task)
+            _clear_frames(failure)
             task.outcome.set_exception(failure)
         else:
             if len(self._deadlines) > 64 + 2 * len(self._tasks):
-                self._deadlines = [entry for entry in self._deadlines if entry[2].turn == entry[3]]
+                running = {(id(one), one.turn) for one in self._tasks}
+                self._deadlines = [one for one in self._deadlines if (id(one[2]()), one[3]) in running]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (wait.deadline.end, next(self._numbers), task, task.turn))
+            entry = (wait.deadline.end, next(self._numbers), weakref.ref(task), task.turn)
+            heapq.heappush(self._deadlines, entry)
             wait.pending.watch(partial(self._call, partial(self._resume, task, task.turn)))
 
     def _end(self, task: Task[Any]) -> None:
         task.steps = None
         task.turn += 1  # nothing resumes it any more
         self._tasks.discard(task)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error, and of those behind it, refer to.
+
+    An outcome that is an error refers to frames that refer to the outcome, so it lives until the
+    collector comes, which may be long; connections and landing memory shall not.
+    """
+    cleared: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in cleared:
+        cleared.add(id(behind))
+        traceback.clear_frames(behind.__traceback__)
+        behind = behind.__cause__ or behind.__context__

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -143,3 +146,61 @@ def test_ended_tasks_are_forgotten(dispatcher):
         dispatcher.submit(through(gate, Deadline(600), [])).outcome.result(5)
     assert len(dispatcher._deadlines) < 100
     assert not dispatcher._tasks
+
+
+class Treasure:
+    """Something that a weak reference can watch."""
+
+
+def test_a_result_lives_no_longer_than_its_task(dispatcher):
+    """Not until its deadline either, which is far away."""
+
+    def steps_with_a_result():
+        yield from through(opened(), Deadline(600), [])
+        return Treasure()
+
+    task = dispatcher.submit(steps_with_a_result())
+    kept = weakref.ref(task.outcome.result(5))
+    del task
+    assert gone(kept)
+
+
+def test_an_error_keeps_nothing_of_what_the_steps_had(dispatcher):
+    """Without the collector's help: it may be a whole pool."""
+
+    def steps_that_fail(kept):
+        treasure, other = Treasure(), Treasure()
+        kept += [weakref.ref(treasure), weakref.ref(other)]
+        yield from through(opened(), Deadline(600), [])
+        try:
+            fail_with(other)
+        except OSError as error:
+            raise TimeoutError("no luck") from error
+
+    def fail_with(_):
+        raise OSError
+
+    kept = []
+    gc.collect()
+    gc.disable()
+    try:
+        task = dispatcher.submit(steps_that_fail(kept))
+        assert isinstance(task.outcome.exception(5), TimeoutError)
+        assert gone(kept[0])
+        assert gone(kept[1])
+    finally:
+        gc.enable()
+
+
+def opened():
+    gate = Gate()
+    gate.open()
+    return gate
+
+
+def gone(kept):
+    """The dispatcher's thread may still be on its way out of the task."""
+    end = time.monotonic() + 5
+    while kept() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    return kept() is None
