@@ -6,9 +6,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,21 +20,17 @@ from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import (
     ClosedError,
     IntegrityError,
-    PeerLostError,
     TensorferryError,
     TransferError,
-    TransferTimeoutError,
 )
 from tensorferry.landing import Landing
 from tensorferry.orders import Order, Piece
 from tensorferry.ownership import Lifetime
 from tensorferry.payload import unflatten
 from tensorferry.room import SWEEP_SECONDS, Loan
-from tensorferry.silence import PATIENCE_SECONDS, SilentPeers
-from tensorferry.steps import Steps, Wait
+from tensorferry.routes import Routes
+from tensorferry.steps import Steps
 from tensorferry.streams import completed_copies, finish_queued_work
-
-_RECONNECT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
@@ -68,14 +63,11 @@ class Receiver:
         self.dispatcher = Dispatcher(lifetime.what, self._sleep, reader.wake)
         self.device = reader.pool.device
         self._reader = reader
-        self._access = access
         self._lifetime = lifetime
         self._key = key
         self._consumer = secrets.token_bytes(16)
         self._lock = threading.Lock()
-        self._known: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._reads: set[Read] = set()
-        self._silent = SilentPeers()
+        self._routes = Routes(reader, access, lifetime)
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {"wire": 0.0, "landing": 0.0}
 
@@ -118,7 +110,7 @@ class Receiver:
                 self._give_back(arrival)
 
         with self._lifetime.use(), self.counting_failures(), self._explained(order):
-            tensors = yield from self._over_connection(order, deadline, attempt)
+            tensors = yield from self._counted(order, self._routes.take(order, deadline, attempt))
             return unflatten(order.structure, tensors)
 
     @contextmanager
@@ -139,7 +131,7 @@ class Receiver:
             return Arrival(connection, in_place, pieces, None)
 
         with self._lifetime.use(), self.counting_failures(), self._explained(order):
-            arrival = steps.run(self._over_connection(order, deadline, attempt))
+            arrival = steps.run(self._counted(order, self._routes.take(order, deadline, attempt)))
         place = torch.device("cpu") if arrival.loan is None else self.device
         try:
             with torch.no_grad():
@@ -157,7 +149,7 @@ class Receiver:
     def notify(self, kind: Literal["release", "reject"], order: Order, deadline: Deadline) -> None:
         """Give a slot back; a producer that cannot be reached has nothing to give back to."""
         try:
-            connection, _ = steps.run(self._connect(order, deadline))
+            connection, _ = steps.run(self._routes.connect(order, deadline))
         except TransferError:
             return
         self._tell(connection, kind, order)
@@ -175,7 +167,9 @@ class Receiver:
     def figures(self) -> tuple[Counter[str], dict[str, float]]:
         """Return copies of the counters, and of the seconds."""
         with self._lock:
-            return self._counts.copy(), self._seconds.copy()
+            counts = self._counts.copy()
+            counts["reconnects"] = self._routes.reconnects
+            return counts, self._seconds.copy()
 
     def close(self, timeout: float) -> None:
         """Cancel running reads, wake everyone who waits, and close the reader."""
@@ -191,10 +185,7 @@ class Receiver:
         self.landing.close()
         self.dispatcher.close()
         self._reader.stop()
-        with self._lock:
-            running = list(self._reads)
-        for read in running:
-            read.cancel()
+        self._routes.cancel_reads()
         self._lifetime.wait_until_unused(deadline.remaining())
         if not self.dispatcher.is_this_thread:
             self.dispatcher.join(deadline.remaining())
@@ -206,76 +197,13 @@ class Receiver:
         self._reader.poll(min(timeout, SWEEP_SECONDS) if self.landing.is_short else timeout)
         self.landing.sweep()
 
-    def _over_connection(
-        self, order: Order, deadline: Deadline, attempt: Callable[[Connection], Steps[_T]]
-    ) -> Steps[_T]:
-        """Make an attempt, and one more with a new connection if one from the cache was stale."""
-        uid = order.manifest.peer.uid
-        try:
-            connection, cached = yield from self._reach(order, deadline)
-            try:
-                result = yield from attempt(connection)
-            except PeerLostError as lost:
-                if not cached or deadline.remaining() == 0.0:
-                    raise
-                fresh = yield from self._reconnect(order, connection, deadline)
-                if fresh is None:
-                    raise
-                try:
-                    connection, result = fresh, (yield from attempt(fresh))
-                except PeerLostError as again:
-                    raise again from lost
-        except TransferTimeoutError:
-            self._silent.add(uid)
-            raise
-        self._silent.discard(uid)
+    def _counted(self, order: Order, attempt: Steps[tuple[Connection, _T]]) -> Steps[_T]:
+        connection, result = yield from attempt
         with self._lock:
             self._counts["pulls"] += 1
             self._counts["bytes_pulled"] += order.nbytes
             self._counts[connection.access] += 1
         return result
-
-    def _reach(self, order: Order, deadline: Deadline) -> Steps[tuple[Connection, bool]]:
-        """Connect, and where the peer was silent last time make sure soon that it answers now."""
-        uid = order.manifest.peer.uid
-        silent = self._silent.seconds(uid)
-        if silent is None or deadline.remaining() <= PATIENCE_SECONDS:
-            return (yield from self._connect(order, deadline))
-        soon = Deadline(PATIENCE_SECONDS)
-        try:
-            connection, cached = yield from self._connect(order, soon)
-            if connection.access != "mapped":
-                yield from self._wait(connection.read(order.manifest.ticket, ()), soon)
-        except TransferTimeoutError as error:
-            self._silent.add(uid)
-            raise PeerLostError(
-                f"the producer has been silent for {silent:.0f} seconds, and did not answer within "
-                f"{PATIENCE_SECONDS:g} now; it is asked again by the next pull",
-                scope="peer",
-                status=error.status,
-            ) from error
-        self._silent.discard(uid)
-        return connection, cached
-
-    def _connect(self, order: Order, deadline: Deadline) -> Steps[tuple[Connection, bool]]:
-        """Return a connection, and whether it was used before."""
-        connection = yield from self._reader.connect(order.manifest.peer, self._access, deadline)
-        with self._lock:
-            cached = connection in self._known
-            self._known.add(connection)
-        return connection, cached
-
-    def _reconnect(self, order: Order, stale: Connection, deadline: Deadline) -> Steps[Connection | None]:
-        soon = Deadline(min(_RECONNECT_SECONDS, deadline.remaining()))
-        try:
-            fresh, _ = yield from self._connect(order, soon)
-        except TransferError:
-            return None  # the peer is lost indeed, and the first error says so
-        if fresh is stale:
-            return None
-        with self._lock:
-            self._counts["reconnects"] += 1
-        return fresh
 
     def _mapped(self, connection: Connection, order: Order) -> tuple[Order, list[Piece]]:
         """Return what is wanted where the producer has it."""
@@ -298,7 +226,7 @@ class Receiver:
             if connection.access == "mapped":
                 self._verify(connection, order, [])
             else:
-                yield from self._wait(connection.read(order.manifest.ticket, ()), deadline)
+                yield from self._routes.wait(connection.read(order.manifest.ticket, ()), deadline)
             return Arrival(connection, order, [], None)
         loan = yield from self.landing.take(nbytes, str(order), deadline)
         read: Read | None = None
@@ -321,7 +249,7 @@ class Receiver:
                         read = connection.read_into(ticket, sources, memories)
                     else:
                         read = connection.read(ticket, order.spans([loan.offset + at for at in offsets]))
-                    yield from self._wait(read, deadline)
+                    yield from self._routes.wait(read, deadline)
                 self._verify(connection, order, pieces)
         except BaseException:
             if read is None:
@@ -337,18 +265,6 @@ class Receiver:
             slot = connection.view(order.manifest.ticket)
             for source, target in order.targets(pieces):
                 target.copy_(slot[source : source + target.numel()])
-
-    def _wait(self, read: Read, deadline: Deadline) -> Steps[None]:
-        with self._lock:
-            self._reads.add(read)
-        try:
-            if self._lifetime.closed:  # close() may have looked before the read was added
-                read.cancel()
-            yield Wait(read, deadline)
-            read.wait(deadline.remaining())
-        finally:
-            with self._lock:
-                self._reads.discard(read)
 
     def _verify(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
         """Make sure that the bytes are those of this publication, before anyone sees them."""

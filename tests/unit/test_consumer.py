@@ -648,7 +648,7 @@ def test_a_borrow_lands_in_the_pool(direct):
 
 def test_a_silent_producer_costs_a_full_timeout_once(served, monkeypatch):
     """Later pulls ask it briefly, and wait as long as they like once it answers."""
-    monkeypatch.setattr("tensorferry.receiving.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("tensorferry.routes.PATIENCE_SECONDS", 0.1)
     producer, consumer = served
     manifest = producer.publish("a", PAYLOAD)
     hangs = TransferTimeoutError("")

@@ -42,7 +42,7 @@ LAYERS = (
         "slot_layout",
         "device_copy",
     ),
-    ("buffer", "ownership", "room", "landing", "orders", "dispatcher", "request"),
+    ("buffer", "ownership", "room", "landing", "orders", "dispatcher", "request", "routes"),
     ("backends.ucx_library", "backends.ucx_native", "backends.ucx_offers"),
     ("backends.ucx_connection", "backends.ucx_pool", "backends.ucx", "backends.registry"),
     ("publications", "publishing", "receiving", "reservation"),
