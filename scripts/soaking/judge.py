@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ SLACK = 3.0
 """Seconds by which a call may outlive its deadline: a busy machine of two cores keeps it waiting so long."""
 
 _ROUNDING = 0.05  # seconds between clocks that were read one after the other
+
+_SILENT = 1.0  # seconds; the library takes a silent peer for lost after two, not all of them spent waiting
 
 Interval = tuple[float, float]
 
@@ -64,6 +66,10 @@ class Life:
     stops: list[Interval] = field(default_factory=list)
     closes: list[float] = field(default_factory=list)
     killed: float | None = None
+
+    def stopped_seconds(self, start: float, end: float) -> float:
+        """Return for how long it was stopped in an interval."""
+        return sum(max(0.0, min(stop[1], end) - max(stop[0], start)) for stop in self.stops)
 
     def gone_by(self, moment: float, opening: int) -> bool:
         """Whether it had been killed, or what it opened told to close, by then."""
@@ -206,7 +212,7 @@ class Judge:
         return figures | {"slack_seconds": self._slack, "notes": self.notes[:100]}
 
     def _judge_time(self, call: Call, caller: Life) -> None:
-        overrun = outlived(call, caller.stops)
+        overrun = outlived(call, caller)
         self._worst(overrun)
         if overrun > self._slack:
             self.figures.late_calls += 1
@@ -233,10 +239,10 @@ class Judge:
         )
 
 
-def outlived(call: Call, stops: Sequence[Interval]) -> float:
+def outlived(call: Call, caller: Life) -> float:
     """Return the seconds by which a call outlived its deadline, less those in which it was stopped."""
-    stopped = sum(max(0.0, min(end, call.ended) - max(start, call.started)) for start, end in stops)
-    return max(0.0, call.ended - call.started - call.timeout - stopped)
+    spent = call.ended - call.started - caller.stopped_seconds(call.started, call.ended)
+    return max(0.0, spent - call.timeout)
 
 
 def excused(call: Call, caller: Life, publication: Publication | None) -> bool:
@@ -253,6 +259,13 @@ def excused(call: Call, caller: Life, publication: Publication | None) -> bool:
         return False
     if call.error in ("LeaseExpiredError", "LeaseRevokedError"):
         return publication.may_have_ended(call.ended)
+    if call.error == "PeerLostError" and _was_silent(call, publication.producer):
+        return True
     if call.error in ("PeerLostError", "ConnectError"):
         return publication.gone_by(call.ended)
     return False
+
+
+def _was_silent(call: Call, producer: Life) -> bool:
+    """Whether the producer was stopped for long enough to count as lost, after a timeout before."""
+    return producer.stopped_seconds(call.started, call.ended) >= _SILENT

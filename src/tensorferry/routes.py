@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from tensorferry.arguments import Deadline
-from tensorferry.backends.base import Access, Connection, Read, Reader
+from tensorferry.backends.base import Access, Connection, ConnectionGivenUpError, Read, Reader
 from tensorferry.errors import PeerLostError, TransferError, TransferTimeoutError
 from tensorferry.orders import Order
 from tensorferry.ownership import Lifetime
@@ -48,7 +48,7 @@ class Routes:
     def take(
         self, order: Order, deadline: Deadline, attempt: Callable[[Connection], Steps[_T]]
     ) -> Steps[tuple[Connection, _T]]:
-        """Make an attempt, and one more with a new connection if one from the cache was stale.
+        """Make attempts until one ends with a result, or with an error that is about the peer.
 
         Returns:
             The connection that it was made with, and its result.
@@ -59,24 +59,36 @@ class Routes:
         """
         uid = order.manifest.peer.uid
         try:
-            connection, cached = yield from self._reach(order, deadline)
-            try:
-                result = yield from attempt(connection)
-            except PeerLostError as lost:
-                if not cached or deadline.remaining() == 0.0:
-                    raise
-                fresh = yield from self._reconnect(order, connection, deadline)
-                if fresh is None:
-                    raise
+            while True:
                 try:
-                    connection, result = fresh, (yield from attempt(fresh))
-                except PeerLostError as again:
-                    raise again from lost
+                    connection, result = yield from self._attempt(order, deadline, attempt)
+                    break
+                except ConnectionGivenUpError:
+                    if deadline.remaining() == 0.0:
+                        raise
         except TransferTimeoutError:
             self._silent.add(uid)
             raise
         self._silent.discard(uid)
         return connection, result
+
+    def _attempt(
+        self, order: Order, deadline: Deadline, attempt: Callable[[Connection], Steps[_T]]
+    ) -> Steps[tuple[Connection, _T]]:
+        """Make an attempt, and one more with a new connection if one from the cache was stale."""
+        connection, cached = yield from self._reach(order, deadline)
+        try:
+            return connection, (yield from attempt(connection))
+        except PeerLostError as lost:
+            if not cached or deadline.remaining() == 0.0 or isinstance(lost, ConnectionGivenUpError):
+                raise
+            fresh = yield from self._reconnect(order, connection, deadline)
+            if fresh is None:
+                raise
+            try:
+                return fresh, (yield from attempt(fresh))
+            except PeerLostError as again:
+                raise again from lost
 
     def _reach(self, order: Order, deadline: Deadline) -> Steps[tuple[Connection, bool]]:
         """Connect, and where the peer was silent last time make sure soon that it answers now."""

@@ -11,6 +11,7 @@ import fake_backend
 import pytest
 import torch
 
+from tensorferry.backends.base import ConnectionGivenUpError
 from tensorferry.consumer import Consumer
 from tensorferry.errors import (
     AuthenticationError,
@@ -393,6 +394,27 @@ def test_a_new_connection_that_breaks_is_not_tried_again(served):
     with pytest.raises(PeerLostError):
         consumer.pull(producer.publish("a", PAYLOAD))
     assert reader().connected == 1
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_connection_given_up_with_another_read_is_made_anew(served, times):
+    """As often as need be, and also where it was new."""
+    producer, consumer = served
+    reader().read_failures = [ConnectionGivenUpError("closed", scope="peer") for _ in range(times)]
+
+    def breaks_when_it_is_read(read):
+        reader().last.is_broken = reader().connected <= times
+
+    reader().on_read = breaks_when_it_is_read
+    assert same(consumer.pull(producer.publish("a", PAYLOAD)), PAYLOAD)
+    assert reader().connected == times + 1
+
+
+def test_a_connection_given_up_at_the_end_of_the_time_is_the_end(served):
+    producer, consumer = served
+    reader().read_failures = [ConnectionGivenUpError("closed", scope="peer")]
+    with pytest.raises(PeerLostError, match="closed"):
+        consumer.pull(producer.publish("a", PAYLOAD), timeout=0)
 
 
 def test_a_closed_producer_cannot_be_pulled_from(pair):

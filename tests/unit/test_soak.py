@@ -164,10 +164,10 @@ def test_lateness_counts_whatever_the_outcome():
 
 def test_time_in_which_the_caller_was_stopped_is_not_its_own():
     call = replace(PULL, ended=107.0)
-    assert outlived(call, []) == 4.0
-    assert outlived(call, [(101.0, 103.0)]) == 2.0
-    assert outlived(call, [(90.0, 101.0), (106.0, math.inf)]) == 2.0
-    assert outlived(call, [(90.0, 99.0), (108.0, 109.0)]) == 4.0
+    assert outlived(call, Life("consumer")) == 4.0
+    assert outlived(call, Life("consumer", stops=[(101.0, 103.0)])) == 2.0
+    assert outlived(call, Life("consumer", stops=[(90.0, 101.0), (106.0, math.inf)])) == 2.0
+    assert outlived(call, Life("consumer", stops=[(90.0, 99.0), (108.0, 109.0)])) == 4.0
 
 
 def test_nothing_that_arrived_is_a_failure():
@@ -188,6 +188,13 @@ def test_a_lost_peer_is_explained_by_its_end_only():
         assert not excused(failed(error), CALLER, publication())
         assert excused(failed(error), CALLER, publication(dead))
         assert not excused(failed(error, ended=100.2), CALLER, publication(dead))
+
+
+def test_a_peer_that_was_stopped_for_long_counts_as_lost():
+    stopped = publication(Life("producer", stops=[(99.0, 101.5)]))
+    assert excused(failed("PeerLostError", ended=102.0), CALLER, stopped)
+    assert not excused(failed("PeerLostError", ended=100.5), CALLER, stopped)
+    assert not excused(failed("ConnectError", ended=102.0), CALLER, stopped)
 
 
 def test_what_was_opened_after_a_close_is_not_gone():

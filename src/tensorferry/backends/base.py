@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tensorferry.arguments import Deadline
+from tensorferry.errors import PeerLostError
 from tensorferry.steps import Steps
 
 if TYPE_CHECKING:
@@ -166,6 +167,13 @@ class ExportedPool(ABC):
         """
 
 
+class ConnectionGivenUpError(PeerLostError):
+    """This side closed the connection, to get the memory of another read back; connect again.
+
+    Nothing is known of the peer, and nothing was read.
+    """
+
+
 class Read(ABC):
     """A batch of reads that was posted as one."""
 
@@ -178,6 +186,7 @@ class Read(ABC):
                 was cancelled.
             TransferCancelledError: :meth:`cancel` was called.
             PeerLostError: The peer is gone.
+            ConnectionGivenUpError: The connection was closed with another read that was given up.
             LeaseExpiredError: The slot does not hold the ticket's generation any more.
             LeaseRevokedError: So it is, because the producer revoked it.
             RemoteAccessError: The producer or the device refused the read.

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from tensorferry import _transport
-from tensorferry.backends.base import Access, Connection, Read, SlotTicket, Span
+from tensorferry.backends.base import Access, Connection, ConnectionGivenUpError, Read, SlotTicket, Span
 from tensorferry.backends.ucx_native import native_errors
 from tensorferry.errors import (
     ClosedError,
@@ -24,6 +24,11 @@ from tensorferry.errors import (
 
 def _slot(ticket: SlotTicket) -> tuple[int, int, bytes]:
     return ticket.index, ticket.generation, ticket.token
+
+
+def _given_up(action: str) -> ConnectionGivenUpError:
+    message = f"{action}: the connection was closed for the sake of another read, which was given up"
+    return ConnectionGivenUpError(message, scope="peer", status=_transport.CLOSED)
 
 
 class Reports:
@@ -65,13 +70,8 @@ class UcxRead(Read):
                 if self._read.wait(0.0):  # it ended between the two calls
                     return
         except ClosedError as error:
-            # Nobody closed the consumer, or its caller says so: another read was given up, and its
-            # connection closed to get the memory back, just before this one was posted.
-            raise PeerLostError(
-                f"{error}: the connection was given up with another read",
-                scope="peer",
-                status=_transport.CLOSED,
-            ) from error
+            # Nobody closed the consumer, or its caller says so.
+            raise _given_up(self._action) from error
 
     def watch(self, callback: Callable[[], None]) -> None:
         self._reports.watch(self._read, callback)
@@ -115,8 +115,9 @@ class EndpointConnection(Connection):
     def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
         wanted = [span for span in spans if span.nbytes > 0]
         slot = (*_slot(ticket), ticket.offset, ticket.nbytes)
-        if self._destination is None or self.broken:
-            raise PeerLostError("the connection is lost", scope="peer", status=self._endpoint.failure)
+        if self._destination is None:
+            raise UsageError("mapped access reads by view()")
+        self._check_whole()
         try:
             if self._keys is None:
                 read = self._endpoint.read_served(*slot, wanted, self._destination)
@@ -134,8 +135,7 @@ class EndpointConnection(Connection):
     def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
         if not self._lands_anywhere:
             raise UsageError(f"this {self._access!r} connection lands in the pool only")
-        if self.broken:
-            raise PeerLostError("the connection is lost", scope="peer", status=self._endpoint.failure)
+        self._check_whole()
         native = [_transport.Memory.borrow(one.data_ptr(), one.numel(), owner=one) for one in memories]
         spans = [(source, 0, one.numel()) for source, one in zip(sources, memories, strict=True)]
         try:
@@ -146,6 +146,13 @@ class EndpointConnection(Connection):
             raise UsageError(f"reading a slot: {error}") from error
         nbytes = sum(nbytes for *_, nbytes in spans)
         return UcxRead(read, f"served read of {nbytes} bytes", self._reports, native)
+
+    def _check_whole(self) -> None:
+        failure = self._endpoint.failure
+        if failure == _transport.CLOSED:
+            raise _given_up("reading")
+        if failure != 0:
+            raise PeerLostError("the connection is lost", scope="peer", status=failure)
 
     def view(self, ticket: SlotTicket) -> torch.Tensor:
         raise UsageError(f"access {self._access!r} gives no views of the producer's memory")
