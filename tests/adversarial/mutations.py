@@ -89,8 +89,8 @@ class Mutator:
         self._large = large
         good = seeds()
         self._whole = [*good, *corpus]
-        self._trees = [parse(data[BODY:]) for data in good]
-        self._trees += [tree for tree in map(_tree, corpus) if isinstance(tree, Map)]
+        self._good = [parse(data[BODY:]) for data in good]
+        self._trees = [*self._good, *(tree for tree in map(_tree, corpus) if isinstance(tree, Map))]
 
     def draw(self, index: int) -> Input:
         """Return one input."""
@@ -107,7 +107,7 @@ class Mutator:
         return Input(wire.seal(body, key), wanted, kind)
 
     def _fields(self, chance: random.Random, kind: str) -> Input:
-        tree = copy(chance.choice(self._trees))
+        tree = copy(chance.choice(self._trees if chance.random() < 0.3 else self._good))
         for _ in range(chance.choice([1, 1, 1, 2, 3])):
             chance.choice(_CHANGES)(tree, chance, self._trees)
         return self._sealed(chance, build(tree), kind)
