@@ -124,6 +124,7 @@ class Figures:
     unexplained_errors: int = 0
     late_calls: int = 0
     worst_overrun_seconds: float = 0.0
+    worst_overrun: str = ""
     crashes: int = 0
     aborts_of_emulated_gets: int = 0
     leaked_bytes: int = 0
@@ -172,7 +173,7 @@ class Judge:
     def overdue(self, what: str, caller: str, seconds: float) -> None:
         """Count a call that has not come back long after its deadline."""
         self.figures.late_calls += 1
-        self._worst(seconds)
+        self._worst(seconds, f"{what} in {caller}")
         self.notes.append(f"late: {what} in {caller} has not ended {seconds:.1f} s after its deadline")
 
     def crash(self, name: str, code: int, *, emulation: bool = False) -> None:
@@ -213,7 +214,10 @@ class Judge:
 
     def _judge_time(self, call: Call, caller: Life) -> None:
         overrun = outlived(call, caller)
-        self._worst(overrun)
+        outcome = call.error or "a result"
+        self._worst(
+            overrun, f"{call.what} {call.request} in {caller.name} of {call.timeout:.2f} s: {outcome}"
+        )
         if overrun > self._slack:
             self.figures.late_calls += 1
             self._note("late", call, caller, None, f"{overrun:.2f} s over its {call.timeout:.2f} s")
@@ -228,8 +232,10 @@ class Judge:
         self.figures.payloads += 1
         self.figures.bytes += call.nbytes
 
-    def _worst(self, seconds: float) -> None:
-        self.figures.worst_overrun_seconds = max(self.figures.worst_overrun_seconds, round(seconds, 3))
+    def _worst(self, seconds: float, what: str) -> None:
+        if seconds > self.figures.worst_overrun_seconds:
+            self.figures.worst_overrun_seconds = round(seconds, 3)
+            self.figures.worst_overrun = what
 
     def _note(self, kind: str, call: Call, caller: Life, publication: Publication | None, text: str) -> None:
         of = "" if publication is None else f" ({publication.describe(call.ended)})"

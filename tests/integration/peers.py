@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that tests drive: each runs functions that it is told to, one after another.
 
-Importing torch takes seconds, so a process lives for many tests.  A UCX library is loaded once
-for the life of a process, so there is a pair of them for each library.
+A UCX library is loaded once for the life of a process, so there is a pair of processes for each
+library.  Importing torch takes seconds, so they are forked from a server that has done that and
+nothing else.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -20,7 +23,8 @@ from typing import Any
 
 LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": "1"}
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch"])
 
 
 class RemoteError(Exception):
@@ -39,11 +43,9 @@ class Peer:
     """A process with a ``SimpleNamespace`` in which functions keep what shall live on."""
 
     def __init__(self, **environment: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        with _environment({**_ENVIRONMENT, **environment}):
-            self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            self._process.start()
+        self._connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_serve, args=(theirs, environment), daemon=True)
+        self._process.start()
         theirs.close()
 
     @property
@@ -87,18 +89,13 @@ def peer(**environment: str) -> Iterator[Peer]:
         one.kill()
 
 
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    import torch
 
-
-def _serve(connection: Connection) -> None:
+    os.environ.update(environment)
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     namespace = SimpleNamespace()
     while (order := connection.recv()) is not None:

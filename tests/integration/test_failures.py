@@ -227,3 +227,23 @@ def test_a_consumer_that_dies_costs_its_leases_only(consumer, victim):
     assert consumer.call(peers.wait_released, "kept", 20)
     statistics = consumer.call(peers.statistics, "producer")
     assert (statistics["expired"], statistics["allocated_nbytes"]) == (1, 0)
+
+
+def test_a_consumer_that_dies_in_mid_read_costs_its_lease_only(consumer, victim):
+    """It is stopped first, with more on its way than sockets hold, so that it surely dies in mid-read."""
+    producer = consumer
+    producer.call(peers.open_producer, "64MiB", access="served")
+    victim.call(peers.open_consumer, "64MiB", access="served")
+    manifest = producer.call(peers.publish, "a", payloads.of_size, 48 * MIB)
+    victim.call(peers.pull, manifest, release=False)
+    producer.signal(signal.SIGSTOP)
+    victim.start(peers.pull, manifest)
+    time.sleep(0.3)
+    victim.signal(signal.SIGSTOP)
+    producer.signal(signal.SIGCONT)
+    time.sleep(0.3)
+    producer.call(peers.revoke, "a")
+    assert producer.call(peers.statistics, "producer")["draining"] == 1, "nothing is being read"
+    victim.kill()
+    assert producer.call(peers.wait_released, "a", 20)
+    producer.call(peers.publish, "b", payloads.of_size, 60 * MIB)  # the pool is whole again
