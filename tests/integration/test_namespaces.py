@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import subprocess
-from types import SimpleNamespace
+import time
 
+import networks
 import payloads
 import peers
 import pytest
-from payloads import MIB
-
-_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x20000
-_MS_REC, _MS_SLAVE = 0x4000, 0x80000
-_CABLE = {"TLS": "tcp", "NET_DEVICES": "tfveth"}
+from payloads import KIB, MIB
 
 pytestmark = [
     pytest.mark.root,
@@ -24,90 +19,152 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip, of iproute2"),
 ]
 
-
-def enter_network(namespace: SimpleNamespace, network: str) -> None:
-    """Move this thread, and those that it will start, into a network namespace.
-
-    UCX looks for devices in sysfs, which shows those of the namespace that it was mounted in.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def must(call: str, *args: object) -> None:
-        if getattr(libc, call)(*args) != 0:
-            raise OSError(ctypes.get_errno(), call)
-
-    with open(f"/run/netns/{network}", "rb") as file:
-        must("setns", file.fileno(), _CLONE_NEWNET)
-    must("unshare", _CLONE_NEWNS)
-    must("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
-    must("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+ENDED_BY_THE_NETWORK = ("TransferTimeoutError", "PeerLostError", "ConnectError")
 
 
 @pytest.fixture(scope="module")
 def cable():
-    """Two namespaces, each with one end of a cable and one address."""
-    names = [f"tferry{os.getpid()}{end}" for end in "ab"]
-    commands = [
-        *(f"ip netns add {name}" for name in names),
-        f"ip -n {names[0]} link add tfveth type veth peer name tfveth netns {names[1]}",
-        *(f"ip -n {name} addr add 10.77.0.{i}/24 dev tfveth" for i, name in enumerate(names, 1)),
-        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "tfveth")),
-    ]
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode != 0:
-                pytest.skip(f"{command}: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    with networks.cable() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
 def hosts(cable, library):
+    yield from processes_on(cable, library)
+
+
+def processes_on(cable, library):
+    """A process on each of the hosts."""
     with peers.peer(TENSORFERRY_UCX=library) as one, peers.peer(TENSORFERRY_UCX=library) as other:
-        one.call(enter_network, cable[0])
-        other.call(enter_network, cable[1])
+        one.call(networks.enter_network, cable.hosts[0])
+        other.call(networks.enter_network, cable.hosts[1])
         yield one, other
 
 
-@pytest.mark.parametrize("access", ["served", "rdma"])
-def test_tensors_cross_a_cable(hosts, access):
+def open_both(hosts, cable, access="served"):
     producer, consumer = hosts
-    producer.call(peers.open_producer, "64MiB", access=access, backend_options=_CABLE)
-    consumer.call(peers.open_consumer, "64MiB", access=access, backend_options=_CABLE)
+    producer.call(peers.open_producer, "64MiB", access=access, backend_options=cable.options)
+    consumer.call(peers.open_consumer, "64MiB", access=access, backend_options=cable.options)
+
+
+def pull_once_it_works(consumer, manifest, *built_by):
+    """Pull over a cable that is good again, which neighbours and TCP may notice a little later."""
+    end = time.monotonic() + 60
+    while (found := try_to_pull(consumer, manifest, *built_by, timeout=20.0)) in ENDED_BY_THE_NETWORK:
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+    assert found == ""
+
+
+def try_to_pull(consumer, manifest, *built_by, timeout):
+    """Return the name of the error, or where the result differs, '' if nowhere."""
+    try:
+        found: str = consumer.call(peers.pull_and_compare, manifest, *built_by, timeout=timeout)
+    except peers.RemoteError as error:
+        return error.kind
+    return found
+
+
+def ends_by(consumer, seconds, *kinds):
+    """The pull that was started must fail, in about its time."""
+    started = time.monotonic()
+    with pytest.raises(peers.RemoteError) as caught:
+        consumer.result(60)
+    assert caught.value.kind in kinds, caught.value
+    assert time.monotonic() - started < seconds + 5
+
+
+@pytest.mark.parametrize("access", ["served", "rdma"])
+def test_tensors_cross_a_cable(hosts, cable, access):
+    producer, consumer = hosts
+    open_both(hosts, cable, access)
     for build, args in ((payloads.nested, ()), (payloads.every_dtype, ()), (payloads.of_size, (32 * MIB,))):
         manifest = producer.call(peers.publish, "a", build, *args)
         assert consumer.call(peers.pull_and_compare, manifest, build, *args) == ""
         assert producer.call(peers.wait_released, "a", 10)
 
 
-def test_an_unreachable_producer_is_a_connection_error(hosts):
+def test_an_unreachable_producer_is_a_connection_error(hosts, cable):
     """Its address is on a loopback device that is another host's."""
     producer, consumer = hosts
+    open_both(hosts, cable)
     producer.call(peers.open_producer, "1MiB", access="served", backend_options=peers.LOOPBACK)
-    consumer.call(peers.open_consumer, "1MiB", access="served", backend_options=_CABLE)
     manifest = producer.call(peers.publish, "a", payloads.nested)
     consumer.start(peers.pull, manifest, timeout=5.0)
-    with pytest.raises(peers.RemoteError) as caught:
-        consumer.result(30)
-    assert caught.value.kind in ("ConnectError", "TransferTimeoutError")
+    ends_by(consumer, 5.0, "ConnectError", "TransferTimeoutError")
 
 
 def test_a_cut_cable_ends_a_pull_by_its_timeout_and_heals(hosts, cable):
     producer, consumer = hosts
-    producer.call(peers.open_producer, "64MiB", access="served", backend_options=_CABLE)
-    consumer.call(peers.open_consumer, "64MiB", access="served", backend_options=_CABLE)
+    open_both(hosts, cable)
     manifest = producer.call(peers.publish, "a", payloads.of_size, MIB)
     consumer.call(peers.pull, manifest, release=False)
-    link = ["ip", "-n", cable[0], "link", "set", "tfveth"]
-    subprocess.run([*link, "down"], check=True)
+    cable.cut()
     try:
         consumer.start(peers.pull, manifest, timeout=1.0)
-        with pytest.raises(peers.RemoteError) as caught:
-            consumer.result(30)
-        assert caught.value.kind in ("TransferTimeoutError", "PeerLostError")
+        ends_by(consumer, 1.0, "TransferTimeoutError", "PeerLostError")
     finally:
-        subprocess.run([*link, "up"], check=True)
+        cable.mend()
     assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, MIB) == ""
+
+
+@pytest.mark.parametrize("access", ["served", "rdma"])
+def test_a_cable_cut_in_mid_transfer(hosts, cable, access):
+    """The cable is slow, so that it is cut when some of the bytes have crossed it."""
+    producer, consumer = hosts
+    slow = ["dev", cable.device, "root", "tbf", "rate", "200mbit", "burst", "1mb", "latency", "100ms"]
+    networks.needed("tc", "-n", cable.hosts[0], "qdisc", "replace", *slow)
+    try:
+        open_both(hosts, cable, access)
+        manifest = producer.call(peers.publish, "a", payloads.of_size, 48 * MIB)
+        before = cable.received(1)
+        consumer.start(peers.pull, manifest, timeout=3.0)
+        end = time.monotonic() + 2
+        while cable.received(1) - before < 4 * MIB and time.monotonic() < end:
+            time.sleep(0.02)
+        cable.cut()
+        try:
+            assert 4 * MIB <= cable.received(1) - before < 40 * MIB, "it is not in mid-transfer"
+            ends_by(consumer, 3.0, "TransferTimeoutError", "PeerLostError")
+        finally:
+            cable.mend()
+    finally:
+        networks.needed("tc", "-n", cable.hosts[0], "qdisc", "del", "dev", cable.device, "root")
+    pull_once_it_works(consumer, manifest, payloads.of_size, 48 * MIB)
+    end = time.monotonic() + 30
+    while consumer.call(peers.statistics, "consumer")["allocated_nbytes"]:
+        assert time.monotonic() < end, "the landing memory of the pull that was cut never came back"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def lossy():
+    with networks.lossy_cable() as one:
+        yield one
+
+
+@pytest.fixture
+def lossy_hosts(lossy, library):
+    yield from processes_on(lossy, library)
+
+
+@pytest.mark.slow
+def test_pulls_over_a_cable_that_loses_a_third_bring_the_right_bytes_or_end_in_time(lossy_hosts, lossy):
+    """30 % lost each way, 10 ms of delay; each pull has a time that some of them need and some do not."""
+    producer, consumer = lossy_hosts
+    open_both(lossy_hosts, lossy)
+    outcomes = []
+    lossy.lose(0.3, 0.01)
+    try:
+        for turn in range(8):
+            built_by = payloads.of_size, 16 * KIB, turn
+            manifest = producer.call(peers.publish, str(turn), *built_by, timeout=10)
+            started = time.monotonic()
+            outcomes.append(try_to_pull(consumer, manifest, *built_by, timeout=6.0))
+            assert time.monotonic() - started < 6.0 + 5
+    finally:
+        lossy.lose(0.0, 0.0)
+    assert set(outcomes) <= {"", *ENDED_BY_THE_NETWORK}
+    assert "" in outcomes
+    manifest = producer.call(peers.publish, "whole", payloads.of_size, 8 * MIB, timeout=30)
+    pull_once_it_works(consumer, manifest, payloads.of_size, 8 * MIB)
