@@ -1,35 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A buddy allocator over one pool of memory; it hands out offsets and touches no byte.
 
-Inside, everything is counted in units of ``min_block_size``.  Free memory is kept as aligned
-power-of-two blocks, one free list per order (a block of order ``k`` has ``2**k`` units and
-starts at a multiple of ``2**k``), and two free buddies are always merged.  An allocation is
-any run of units: giving it back cuts the run into aligned blocks and merges each upwards.
-So an exact pool is nothing special (what lies past its end is never free, hence never
-merged with), and neither is a trimmed allocation.
+Inside, everything is counted in units of ``min_block_size``.  What is free is kept by
+:mod:`tensorferry.free_space`: as buddies, or in a trimmed pool as runs of any length.  Here are the
+blocks that are lent, the figures, and the lock.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import operator
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from tensorferry.free_space import Buddies, Runs
 
 # One counter for the process: a generation names one allocation of one pool, so a handle of
 # another pool is told apart as surely as a stale one.  ``next`` on it is atomic.
 _generations = itertools.count(1)
 
-# Requests of at least this part of the pool may be put together from neighbouring free blocks.
-# Only blocks of a quarter of the request or more need looking at, so this bounds the search.
-_LARGE_REQUEST_DIVISOR = 16
 
-
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A snapshot of one block of the pool.
 
     Attributes:
@@ -49,40 +40,8 @@ class Block:
     requested_size: int = 0
 
 
-class _Run(NamedTuple):
-    """Neighbouring units, in ``min_block_size``."""
-
-    start: int
-    units: int
-
-
-class _FreeList:
-    """The free blocks of one order, with the lowest at hand.
-
-    Removing from the middle leaves the entry in the heap and only takes it out of
-    ``starts``; ``_queued`` keeps an entry from being queued twice, so the heap never grows
-    past the number of blocks of this order.
-    """
-
-    def __init__(self) -> None:
-        self.starts: set[int] = set()
-        self._heap: list[int] = []
-        self._queued: set[int] = set()
-
-    def add(self, start: int) -> None:
-        self.starts.add(start)
-        if start not in self._queued:
-            self._queued.add(start)
-            heapq.heappush(self._heap, start)
-
-    def lowest(self) -> int:
-        while self._heap[0] not in self.starts:
-            self._queued.discard(heapq.heappop(self._heap))
-        return self._heap[0]
-
-
 class BuddyAllocator:
-    """Lends blocks of a pool, in logarithmic time however many are lent.
+    """Lends blocks of a pool, in the same time however many are lent.
 
     Any method may be called from any thread.
 
@@ -91,10 +50,10 @@ class BuddyAllocator:
         min_block_size: Smallest block in bytes, a power of two.  Offsets are multiples of it.
         exact: Never use more than ``pool_size``: the pool is the largest multiple of
             ``min_block_size`` that fits, several power-of-two roots side by side.
-        trim: Take ``size`` rounded up to ``min_block_size`` only.  The rest of the
-            power-of-two block is free at once, and a large request for which there is no
-            power-of-two block may span neighbouring free blocks.  Without it, a block is
-            rounded up to a power of two.
+        trim: Take ``size`` rounded up to ``min_block_size`` only, from the shortest run of free
+            memory that is long enough; what is left of it stays free.  A free block is any such run
+            then, and free neighbours are always merged.  Without it, a block is rounded up to a
+            power of two, and only buddies are merged.
 
     Raises:
         ValueError: ``min_block_size`` is not a power of two, ``pool_size`` is not positive,
@@ -117,11 +76,10 @@ class BuddyAllocator:
         self._units = units
         self._trim = trim
         self._lock = threading.Lock()
-        self._free_lists = [_FreeList() for _ in range(_order(units) + 1)]
+        self._free: Buddies | Runs = Runs(units) if trim else Buddies(units)
         self._live: dict[int, Block] = {}
         self._allocated_bytes = 0
         self._requested_bytes = 0
-        self._give_back(_Run(0, units))
 
     def __repr__(self) -> str:
         return (
@@ -188,20 +146,14 @@ class BuddyAllocator:
         if size <= 0:
             raise ValueError(f"allocation size must be positive, got {size}")
         with self._lock:
-            run = self._find(self._units_for(size))
-            if run is None:
+            units = self._units_for(size)
+            start = self._free.take(units)
+            if start is None:
                 return None
-            self._take(run)
-            block = Block(
-                offset=run.start * self._min_block_size,
-                size=run.units * self._min_block_size,
-                allocated=True,
-                request_id=request_id,
-                generation=next(_generations),
-                requested_size=size,
-            )
-            self._live[block.offset] = block
-            self._allocated_bytes += block.size
+            offset, taken = start * self._min_block_size, units * self._min_block_size
+            block = Block(offset, taken, True, request_id, next(_generations), size)
+            self._live[offset] = block
+            self._allocated_bytes += taken
             self._requested_bytes += size
             return block
 
@@ -223,7 +175,7 @@ class BuddyAllocator:
             del self._live[offset]
             self._allocated_bytes -= block.size
             self._requested_bytes -= block.requested_size
-            self._give_back(_Run(offset // self._min_block_size, block.size // self._min_block_size))
+            self._free.give_back(offset // self._min_block_size, block.size // self._min_block_size)
             return True
 
     def get_block_info(self, offset: int) -> Block | None:
@@ -232,13 +184,13 @@ class BuddyAllocator:
             block = self._live.get(offset)
             if block is not None or offset % self._min_block_size:
                 return block
-            order = self._free_order(offset // self._min_block_size)
-            return None if order is None else Block(offset, self._min_block_size << order)
+            units = self._free.size_at(offset // self._min_block_size)
+            return None if units is None else Block(offset, units * self._min_block_size)
 
     def can_allocate(self, size: int) -> bool:
         """Return whether :meth:`allocate` of ``size`` bytes would succeed now."""
         with self._lock:
-            return size > 0 and self._find(self._units_for(size)) is not None
+            return size > 0 and self._free.has(self._units_for(size))
 
     def count_free_slots(self, slot_size: int) -> int:
         """Return how many blocks of ``slot_size`` bytes can be lent now, at least.
@@ -247,16 +199,13 @@ class BuddyAllocator:
             slot_size: Bytes; 0 is returned for a size that is not positive.
 
         Returns:
-            The exact number for blocks of a power of two.  With ``trim``, more may fit where
-            free blocks happen to be neighbours; it is 0 only if none fits.
+            The exact number, unless the pool is trimmed: more may fit then, but it is 0 only if
+            none fits.
         """
         if slot_size <= 0:
             return 0
         with self._lock:
-            units = self._units_for(slot_size)
-            order = _order(units)
-            whole = sum(len(free.starts) << higher for higher, free in enumerate(self._free_lists[order:]))
-            return whole or int(self._find(units) is not None)
+            return self._free.count(self._units_for(slot_size))
 
     def get_stats(self) -> dict[str, Any]:
         """Return a consistent snapshot of all figures, sizes in bytes.
@@ -264,16 +213,13 @@ class BuddyAllocator:
         Returns:
             ``pool_size``, ``min_block_size``, ``allocated_bytes``, ``free_bytes``,
             ``num_allocations``, ``num_blocks`` (lent and free), ``free_blocks_by_size``
-            (size to count); ``requested_bytes`` (what callers of live blocks asked for),
-            ``wasted_bytes`` (what rounding added to that), ``largest_free_block`` (the largest
-            aligned one), and ``requested_pool_size``.
+            (size to count; in a trimmed pool a block counts for the power of two at or below its
+            size); ``requested_bytes`` (what callers of live blocks asked for), ``wasted_bytes`` (what
+            rounding added to that), ``largest_free_block`` (the most that can be lent in one
+            piece now), and ``requested_pool_size``.
         """
         with self._lock:
-            free = {
-                self._min_block_size << order: len(blocks.starts)
-                for order, blocks in enumerate(self._free_lists)
-                if blocks.starts
-            }
+            free = {units * self._min_block_size: count for units, count in self._free.by_size().items()}
             return {
                 "pool_size": self.pool_size,
                 "requested_pool_size": self._requested_pool_size,
@@ -285,82 +231,16 @@ class BuddyAllocator:
                 "num_allocations": len(self._live),
                 "num_blocks": len(self._live) + sum(free.values()),
                 "free_blocks_by_size": free,
-                "largest_free_block": max(free, default=0),
+                "largest_free_block": self._free.largest() * self._min_block_size,
             }
 
-    # The methods below work in units and need the lock.
+    # The methods below need the lock.
 
     def _units_for(self, size: int) -> int:
         units = -(-size // self._min_block_size)
         return units if self._trim else 1 << _order(units)
 
-    def _find(self, units: int) -> _Run | None:
-        """Return where ``units`` would go: the smallest block that holds them, lowest first."""
-        for free in self._free_lists[_order(units) :]:
-            if free.starts:
-                return _Run(free.lowest(), units)
-        if self._trim and units * _LARGE_REQUEST_DIVISOR >= self._units >= units:
-            return self._find_across_blocks(units)
-        return None
-
-    def _find_across_blocks(self, units: int) -> _Run | None:
-        """Return the start of the smallest run of free neighbours that holds ``units``.
-
-        Such a run contains an aligned block of at least a quarter of the next power of two.
-        """
-        seeds = (free.starts for free in self._free_lists[max(0, _order(units) - 2) :])
-        runs = (self._widen(start) for start in itertools.chain.from_iterable(seeds))
-        best = min(
-            (run for run in runs if run.units >= units), key=lambda run: (run.units, run.start), default=None
-        )
-        return None if best is None else _Run(best.start, units)
-
-    def _widen(self, start: int) -> _Run:
-        """Return the whole run of free blocks around the free block at ``start``."""
-        first = end = start
-        while (order := self._free_order(end)) is not None:
-            end += 1 << order
-        while (order := self._free_order_before(first)) is not None:
-            first -= 1 << order
-        return _Run(first, end - first)
-
-    def _free_order(self, start: int) -> int | None:
-        return next((k for k, free in enumerate(self._free_lists) if start in free.starts), None)
-
-    def _free_order_before(self, end: int) -> int | None:
-        return next((k for k, free in enumerate(self._free_lists) if end - (1 << k) in free.starts), None)
-
-    def _take(self, run: _Run) -> None:
-        """Take a run of free units out of the free lists; the tail of its last block stays free."""
-        position, end = run.start, run.start + run.units
-        while position < end:
-            order = self._free_order(position)
-            if order is None:  # a broken invariant: stop before memory is lent twice
-                raise AssertionError(f"unit {position} of {run} is not free")
-            self._free_lists[order].starts.remove(position)
-            position += 1 << order
-        for start, order in _aligned_blocks(end, position):
-            self._free_lists[order].add(start)
-
-    def _give_back(self, run: _Run) -> None:
-        """Put a run of units into the free lists, merging buddies."""
-        for start, order in _aligned_blocks(run.start, run.start + run.units):
-            while (buddy := start ^ (1 << order)) in self._free_lists[order].starts:
-                self._free_lists[order].starts.remove(buddy)
-                start, order = min(start, buddy), order + 1
-            self._free_lists[order].add(start)
-
 
 def _order(units: int) -> int:
     """Return the smallest ``k`` with ``2**k >= units``."""
     return (units - 1).bit_length()
-
-
-def _aligned_blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, end)`` into the fewest aligned power-of-two blocks, as (start, order)."""
-    while start < end:
-        order = (end - start).bit_length() - 1
-        if start:
-            order = min(order, (start & -start).bit_length() - 1)
-        yield start, order
-        start += 1 << order

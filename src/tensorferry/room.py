@@ -220,6 +220,6 @@ class Room:
         slots = "" if self._max_loans is None else f" of at most {self._max_loans}"
         return (
             f"{nbytes} bytes are needed; of the {self._allocator.pool_size} bytes of the pool of "
-            f"{self._owner} {self._allocator.free_bytes} are free, {largest} of them in one aligned block; "
+            f"{self._owner} {self._allocator.free_bytes} are free, {largest} of them in one piece; "
             f"{self._loans}{slots} slots are held, and {len(self._queue)} calls wait"
         )

@@ -33,6 +33,7 @@ LAYERS = (
     ("backends", "backends.base", "payload"),
     (
         "allocator",
+        "free_space",
         "lease",
         "manifest",
         "validation",
