@@ -16,10 +16,8 @@ from tensorferry.errors import IntegrityError, UsageError
 from tensorferry.layout import Region
 from tensorferry.manifest import Manifest, TensorSpec
 from tensorferry.payload import Structure
-from tensorferry.records import shown
+from tensorferry.records import listed, shown
 from tensorferry.slicing import Index, Selection
-
-_LISTED = 20  # names in a message
 
 # Memory of its own for a read costs as much time as copying about so many bytes.
 _DIRECT_NBYTES = 16 << 10
@@ -224,10 +222,8 @@ def _selections(specs: Sequence[TensorSpec], slices: Mapping[str, Index] | None)
     selections = {}
     for path, index in slices.items():
         if path not in places:
-            there = list(places)[:_LISTED] + (["..."] if len(places) > _LISTED else [])
-            raise UsageError(
-                f"slices has {path!r}, but the tensors to pull are {', '.join(there) or 'none at all'}"
-            )
+            there = listed(places) or "none at all"
+            raise UsageError(f"slices has {path!r}, but the tensors to pull are {there}")
         spec = specs[places[path]]
         selections[places[path]] = slicing.select(path, index, spec.shape, str_to_dtype(spec.dtype).itemsize)
     return selections

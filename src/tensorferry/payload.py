@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from tensorferry.arrays import as_tensor
 from tensorferry.errors import UsageError
-from tensorferry.records import shown
+from tensorferry.records import listed, shown
 
 Structure: TypeAlias = "dict[str, Any]"
 Trail: TypeAlias = "tuple[Any, str | int] | None"
@@ -105,9 +104,7 @@ def select(structure: Structure, names: Sequence[str]) -> tuple[Structure, list[
         first = indices[name].stop
     for name in names:
         if name not in indices:
-            there = ", ".join(shown(one, 40) for one in islice(indices, 8))
-            more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-            raise UsageError(f"there is no tensor named {shown(name)}; there are {there or 'none'}{more}")
+            raise UsageError(f"there is no tensor named {shown(name)}; there are {listed(indices) or 'none'}")
     if len(set(names)) != len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
         raise UsageError(f"the name {shown(twice)} is given twice")

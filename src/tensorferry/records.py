@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 from tensorferry.errors import ManifestError
 
 MAX_KEYS = 256
+
+_LISTED = 8
 
 
 class Record:
@@ -89,6 +92,12 @@ class Record:
 def shown(text: str, limit: int = 200) -> str:
     """Return text of a peer as a message may hold it: quoted, printable and not long."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r} and {len(text) - limit} more characters"
+
+
+def listed(texts: Collection[str]) -> str:
+    """Return texts of a peer as a message may list them: a few, each :func:`shown`."""
+    more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    return ", ".join(shown(text, 40) for text in islice(texts, _LISTED)) + more
 
 
 def kind_of(value: Any) -> str:

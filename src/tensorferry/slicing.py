@@ -24,6 +24,7 @@ import torch
 
 from tensorferry.errors import UsageError
 from tensorferry.layout import MAX_GAP_NBYTES
+from tensorferry.records import shown
 
 _Entry: TypeAlias = "SupportsIndex | slice | EllipsisType | None"
 Index: TypeAlias = "_Entry | tuple[_Entry, ...]"
@@ -131,7 +132,7 @@ def select(path: str, index: Index, shape: Sequence[int], itemsize: int) -> Sele
         sizes = iter(shape)
         plain = tuple(None if entry is None else _plain(entry, next(sizes)) for entry in entries)
     except UsageError as error:
-        raise UsageError(f"slices[{path!r}] for a tensor of shape {tuple(shape)}: {error}") from None
+        raise UsageError(f"slices[{shown(path)}] for a tensor of shape {tuple(shape)}: {error}") from None
     return _plan(plain, shape, itemsize)
 
 

@@ -25,6 +25,9 @@ MEMORY_NBYTES = 128 << 20
 MEMORY_FACTOR = 32
 MESSAGE_CHARACTERS = 1000
 
+INDICES = [0, -1, ..., None, 76, (), slice(0, 8), slice(None, None, 2), slice(5, 1), slice(-3, None)]
+INDICES += [(..., 0), (..., slice(0, 4)), (slice(None), slice(1, None, 3)), (0, None, slice(1, 2)), 1 << 62]
+
 _LANDING_NBYTES = 1 << 20
 _EXAMINED_NBYTES = 1 << 20
 _CPU = torch.device("cpu")
@@ -56,6 +59,8 @@ class Judge:
     def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
         self._reader = UcxReader(4096, device=_CPU, access="auto", options={})
+        generator = torch.Generator().manual_seed(1)
+        self._slot = torch.randint(0, 256, (_LANDING_NBYTES,), dtype=torch.uint8, generator=generator)
         self._pool = torch.zeros(_LANDING_NBYTES, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -122,6 +127,8 @@ class Judge:
         _refused(lambda: Order.of(manifest, ["a name that nobody has"]), UsageError)
         if names:
             _refused(lambda: Order.of(manifest, [names[0], names[0]]), UsageError)
+        _refused(lambda: Order.of(manifest, None, {"a path that nobody has": 0}), UsageError)
+        self._parts(manifest)
         again = encode_manifest(manifest, key)
         _check(encode_manifest(decode_manifest(again, key), key) == again, "it is not the same when sent on")
 
@@ -159,6 +166,36 @@ class Judge:
                 "a tensor has another shape",
             )
 
+    def _parts(self, manifest: Manifest) -> None:
+        """Pull parts of some tensors out of random bytes, and compare them with torch's own indexing."""
+        chance = random.Random(manifest.ticket.nbytes)
+        paths = chance.sample(manifest.names, min(len(manifest.names), 3))
+        try:
+            order = Order.of(manifest, None, {path: chance.choice(INDICES) for path in paths})
+        except UsageError as error:
+            _check_message(error)
+            return
+        offsets, nbytes = layout.landing_offsets(order.regions)
+        if max(nbytes, manifest.ticket.nbytes) > _LANDING_NBYTES or len(order.specs) > 1000:
+            return
+        for source, destination, size in order.spans(offsets):
+            _check(0 <= source < source + size <= manifest.ticket.nbytes, "a read leaves the slot")
+            _check(destination + size <= nbytes, "a read leaves the landing block")
+            self._pool[destination : destination + size] = self._slot[source : source + size]
+        pieces = [
+            Piece(region, self._pool[offset : offset + region.nbytes])
+            for offset, region in zip(offsets, order.regions, strict=True)
+        ]
+        whole = Order.of(manifest, None)
+        views = whole.views(
+            [Piece(region, self._slot[region.start :][: region.nbytes]) for region in whole.regions], _CPU
+        )
+        for index, part in enumerate(order.copies(pieces, _CPU)):
+            wanted = order.selections.get(index)
+            expected = views[index] if wanted is None else views[index][wanted.index]
+            _check(part.shape == expected.shape, "a part has another shape than torch gives it")
+            _check(_bits(part) == _bits(expected), "a part has other bytes than torch gives it")
+
     def _offers(self, manifest: Manifest) -> str:
         usable = []
         for offer in manifest.peer.offers:
@@ -179,6 +216,14 @@ class Judge:
             except ConnectError as error:
                 _check_message(error)
         return f"accepted, {len(usable)} of {len(manifest.peer.offers)} offers usable"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    """Return all bytes; as integers, since copies by torch make 0 and 1 of any bool."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return bytes(integers.reshape(-1).numpy().tobytes())
 
 
 def _peak_nbytes() -> int:
