@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is free in a pool, in units of its smallest block: as buddies, or as runs of any length.
 
-The work of an operation depends on the logarithm of the pool's size, never on how many blocks there are,
-and none leaves work behind for a later one.  Nothing here takes a lock.
+The work of an operation depends on the logarithm of the pool's size at most, never on how many blocks
+there are.  Of pieces of one size the one that became free last is taken first: its memory is the
+likeliest to be in caches, and taking it is ``dict.popitem``.  Nothing here takes a lock.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ class SortedIntegers:
     """A set of integers that knows the first one from any number on.
 
     A tree of bit words: bit ``n`` of a level says that word ``n`` of the level below is not
-    zero.  Only words that are not zero are kept.  Unlike in a heap, taking one out of the
-    middle leaves nothing behind that somebody must sweep up later.
+    zero.  Only words that are not zero are kept.
 
     Args:
         num_bits: Length of the longest integer to be kept, in bits.
@@ -85,17 +85,16 @@ class Buddies:
     """
 
     def __init__(self, units: int) -> None:
-        num_bits = units.bit_length()
+        num_orders = units.bit_length()
         self._orders: dict[int, int] = {}
-        self._starts = [SortedIntegers(num_bits - order) for order in range(num_bits)]
-        self._counts = [0] * num_bits
+        self._blocks: list[dict[int, None]] = [{} for _ in range(num_orders)]
         self._filled = 0  # bit k: there are blocks of order k
-        for order in reversed(range(num_bits)):
+        for order in reversed(range(num_orders)):
             if units >> order & 1:
-                self._add(units >> (order + 1) << (order + 1), order)
+                self.give_back(units >> order + 1 << order + 1, 1 << order)
 
     def take(self, units: int) -> int | None:
-        """Take a block of a power of two: the lowest of the smallest ones that hold it.
+        """Take a block of a power of two, from the smallest one that holds it.
 
         Returns:
             Where it starts; None, and nothing was changed, if there is none.
@@ -105,23 +104,38 @@ class Buddies:
         if not larger:
             return None
         order = wanted + (larger & -larger).bit_length() - 1
-        first = self._starts[order].first_from(0)
-        assert first is not None, f"order {order} has no block"
-        start = first << order
-        self._remove(start, order)
-        while order > wanted:
-            order -= 1
-            self._add(start + (1 << order), order)
+        blocks = self._blocks[order]
+        start, _ = blocks.popitem()
+        del self._orders[start]
+        if not blocks:
+            self._filled ^= 1 << order
+        if order > wanted:
+            # Between the two orders there are no blocks, or a smaller one would have been taken.
+            self._filled ^= (1 << order) - (1 << wanted)
+            while order > wanted:
+                order -= 1
+                upper = start + (1 << order)
+                self._orders[upper] = order
+                self._blocks[order][upper] = None
         return start
 
     def give_back(self, start: int, units: int) -> None:
         """Take back what was taken, and merge it with its buddies."""
+        orders = self._orders
         order = units.bit_length() - 1
-        while self._orders.get(buddy := start ^ (1 << order)) == order:
-            self._remove(buddy, order)
+        buddy = start ^ units
+        while orders.get(buddy) == order:
+            del orders[buddy]
+            blocks = self._blocks[order]
+            del blocks[buddy]
+            if not blocks:
+                self._filled ^= 1 << order
             start &= buddy
             order += 1
-        self._add(start, order)
+            buddy = start ^ (1 << order)
+        orders[start] = order
+        self._blocks[order][start] = None
+        self._filled |= 1 << order
 
     def has(self, units: int) -> bool:
         """Return whether that much can be taken."""
@@ -130,7 +144,7 @@ class Buddies:
     def count(self, units: int) -> int:
         """Return how often that much, a power of two, can be taken."""
         order = units.bit_length() - 1
-        return sum(count << above for above, count in enumerate(self._counts[order:]))
+        return sum(len(blocks) << above for above, blocks in enumerate(self._blocks[order:]))
 
     def size_at(self, start: int) -> int | None:
         """Return the units of the free block that starts there, None if none does."""
@@ -143,20 +157,7 @@ class Buddies:
 
     def by_size(self) -> dict[int, int]:
         """Return how many free blocks there are of each size."""
-        return {1 << order: count for order, count in enumerate(self._counts) if count}
-
-    def _add(self, start: int, order: int) -> None:
-        self._orders[start] = order
-        self._starts[order].add(start >> order)
-        self._counts[order] += 1
-        self._filled |= 1 << order
-
-    def _remove(self, start: int, order: int) -> None:
-        del self._orders[start]
-        self._starts[order].remove(start >> order)
-        self._counts[order] -= 1
-        if not self._counts[order]:
-            self._filled ^= 1 << order
+        return {1 << order: len(blocks) for order, blocks in enumerate(self._blocks) if blocks}
 
 
 class Runs:
@@ -167,60 +168,61 @@ class Runs:
     """
 
     def __init__(self, units: int) -> None:
-        self._start_bits = units.bit_length()
-        self._ends: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        self._by_length = SortedIntegers(2 * self._start_bits)
-        # Of the runs of 2**(k-1) units up to less than 2**k: how many, and their units together.
-        self._counts = [0] * (units.bit_length() + 1)
-        self._totals = [0] * (units.bit_length() + 1)
-        self._add(0, units)
+        self._ends: dict[int, int] = {}  # by start
+        self._starts: dict[int, int] = {}  # by end
+        self._runs: dict[int, dict[int, None]] = {}  # starts by length
+        self._lengths = SortedIntegers(units.bit_length())  # those that there are
+        self._counts = [0] * (units.bit_length() + 1)  # runs of 2**(k-1) units up to less than 2**k
+        self._units = 0
+        self.give_back(0, units)
 
     def take(self, units: int) -> int | None:
-        """Take the beginning of the shortest run that is long enough, of equals the lowest.
+        """Take the beginning of the shortest run that is long enough.
 
         Returns:
             Where it starts; None, and nothing was changed, if there is none.
         """
-        found = self._by_length.first_from(units << self._start_bits)
-        if found is None:
+        length = units if units in self._runs else self._lengths.first_from(units)
+        if length is None:
             return None
-        length = found >> self._start_bits
-        start = found ^ length << self._start_bits
-        self._remove(start, start + length)
-        if length > units:
-            self._add(start + units, start + length)
+        runs = self._runs[length]
+        start, _ = runs.popitem()
+        self._ended(length, runs)
+        self._units -= units
+        end = self._ends.pop(start)
+        if start + units < end:
+            self._begin(start + units, end)
+        else:
+            del self._starts[end]
         return start
 
     def give_back(self, start: int, units: int) -> None:
         """Take back what was taken, and make it one with its neighbours."""
+        self._units += units
         end = start + units
-        before, after = self._starts.get(start), self._ends.get(end)
+        before = self._starts.pop(start, None)
         if before is not None:
-            self._remove(before, start)
+            self._drop(before, start)
             start = before
+        after = self._ends.get(end)
         if after is not None:
-            self._remove(end, after)
+            self._drop(end, after)
             end = after
-        self._add(start, end)
+        self._begin(start, end)
 
     def has(self, units: int) -> bool:
         """Return whether that much can be taken."""
-        return units <= self.largest()
+        return units in self._runs or self._lengths.first_from(units) is not None
 
     def count(self, units: int) -> int:
         """Return how often that much can be taken, at least; 0 only if it cannot be at all.
 
-        Each class of lengths gives the better one of two bounds: what its shortest run holds, and
-        what all its units hold, less what may be left over in each run.
+        The better of two bounds: what the shortest run of each class of lengths holds, and what all
+        free units hold, less what may be left over in each run.
         """
-        classes = enumerate(zip(self._counts, self._totals, strict=True))
-        bounds = (
-            max(count * ((1 << bits >> 1) // units), -((count * (units - 1) - total) // units))
-            for bits, (count, total) in classes
-            if count
-        )
-        return sum(bound for bound in bounds if bound > 0) or int(self.has(units))
+        by_class = sum(count * (shortest // units) for shortest, count in self.by_size().items())
+        by_total = -((len(self._ends) * (units - 1) - self._units) // units)
+        return max(by_class, by_total, int(self.has(units)))
 
     def size_at(self, start: int) -> int | None:
         """Return the units of the free run that starts there, None if none does."""
@@ -229,23 +231,34 @@ class Runs:
 
     def largest(self) -> int:
         """Return the units of the longest free run, 0 if there is none."""
-        return self._by_length.last() >> self._start_bits if self._by_length else 0
+        return self._lengths.last() if self._runs else 0
 
     def by_size(self) -> dict[int, int]:
         """Return how many free runs there are from each power of two up to the next."""
         return {1 << bits >> 1: count for bits, count in enumerate(self._counts) if count}
 
-    def _add(self, start: int, end: int) -> None:
-        length = end - start
+    def _begin(self, start: int, end: int) -> None:
         self._ends[start] = end
         self._starts[end] = start
-        self._by_length.add(length << self._start_bits | start)
-        self._counts[length.bit_length()] += 1
-        self._totals[length.bit_length()] += length
-
-    def _remove(self, start: int, end: int) -> None:
         length = end - start
-        del self._ends[start], self._starts[end]
-        self._by_length.remove(length << self._start_bits | start)
+        self._counts[length.bit_length()] += 1
+        runs = self._runs.get(length)
+        if runs is None:
+            self._runs[length] = {start: None}
+            self._lengths.add(length)
+        else:
+            runs[start] = None
+
+    def _drop(self, start: int, end: int) -> None:
+        """Take out a run; what ends at ``end`` from now on is the caller's business."""
+        del self._ends[start]
+        length = end - start
+        runs = self._runs[length]
+        del runs[start]
+        self._ended(length, runs)
+
+    def _ended(self, length: int, runs: dict[int, None]) -> None:
         self._counts[length.bit_length()] -= 1
-        self._totals[length.bit_length()] -= length
+        if not runs:
+            del self._runs[length]
+            self._lengths.remove(length)

@@ -76,7 +76,10 @@ class Map:
         return start + units <= len(self.free) and all(self.free[start : start + units])
 
 
-sizes_and_choices = st.lists(st.tuples(st.booleans(), st.integers(1, UNITS)), max_size=60)
+# Mostly short ones, so that there are many pieces, and many of one size.
+sizes_and_choices = st.lists(
+    st.tuples(st.booleans(), st.integers(1, 6) | st.integers(1, UNITS)), min_size=20, max_size=80
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -98,7 +101,7 @@ def test_buddies_are_the_largest_and_the_smallest_that_fits_is_taken(
 
 
 def check_against(ours, model, steps, rounded, pieces_of) -> None:  # type: ignore[no-untyped-def]
-    """Take and give back as told; what is free is the model's, and what is taken is the best fit."""
+    """Take and give back as told: what is free is the model's, and what is taken begins a best fit."""
     lent: list[tuple[int, int]] = []
     for taking, number in steps:
         if taking or not lent:
@@ -106,8 +109,9 @@ def check_against(ours, model, steps, rounded, pieces_of) -> None:  # type: igno
             best = min((piece for piece in pieces_of(model) if piece[0] >= wanted), default=None)
             assert ours.has(wanted) == (best is not None) == (ours.count(wanted) > 0)
             start = ours.take(wanted)
-            assert start == (None if best is None else best[1])
+            assert (best is None) == (start is None)
             if start is not None:
+                assert (best[0], start) in pieces_of(model)
                 model.mark(start, wanted, free=False)
                 lent.append((start, wanted))
         else:
@@ -134,3 +138,14 @@ def test_runs_count_what_surely_fits_and_exactly_in_one_run() -> None:
         assert start is not None
         ours.give_back(start, 10)
     assert [ours.count(units) for units in (1, 8, 10, 11, 12)] == [31, 3, 1, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [Buddies, Runs])
+def test_of_one_size_what_became_free_last_is_taken_first(kind: type[Buddies] | type[Runs]) -> None:
+    ours = kind(64)
+    starts = [ours.take(4) for _ in range(16)]
+    for index in (2, 9, 4, 14):
+        start = starts[index]
+        assert start is not None
+        ours.give_back(start, 4)
+    assert [ours.take(4) for _ in range(5)] == [starts[14], starts[4], starts[9], starts[2], None]
