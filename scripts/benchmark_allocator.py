@@ -1,27 +1,30 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a block costs to allocate and to free, with 10 to 100,000 live blocks: ours and the reference's algorithm.
+"""What a block costs to allocate and to free at 10 to 100,000 live blocks: ours, the reference's algorithm.
 
-Every allocator is filled with payloads of mixed sizes and stirred, and then keeps its number of live blocks: each
-round frees some at random and allocates as many, and the allocators take turns.  Beside the cost of a call, averaged
-over a round, the table has the median of single calls.
+Two states.  ``steady``: sizes are mixed (4 KiB to 1 MiB), blocks come and go, their number stays.  ``ebb``:
+twice as many payloads of one size were live, and every second one has gone, as where short requests
+alternate with long ones.  Each round builds the state anew, frees some blocks at random and allocates as
+many; the allocators take turns.  Beside the cost of a call, averaged over a round, the table has the median
+of single calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from payload_mixes import MIXES
 from rich.console import Console
 from rich.table import Table
 
+from payload_mixes import FLUX, MIXES
 from tensorferry import BuddyAllocator
 
 UNIT = 4096
@@ -51,8 +54,8 @@ class ListAllocator:
     """The reference's algorithm, from its description.
 
     A Python list of free offsets for each order.  Allocating takes the first one of the first list that has
-    any and splits it; freeing takes the buddy out of its list by ``remove``, merges, and appends.  A dict has a
-    record of every block, so whether the buddy is free is known without a scan.
+    any and splits it; freeing takes the buddy out of its list by ``remove``, merges, and appends.  A dict has
+    a record of every block, so whether the buddy is free is known without a scan.
     """
 
     def __init__(self, pool_size: int) -> None:
@@ -113,16 +116,38 @@ ALLOCATORS: dict[str, Callable[[int], Allocator]] = {
 }
 
 
+Timed = Callable[[Callable[[Any], object], list[Any]], tuple[float, list[Any]]]
+
+
+def on_average(call: Callable[[Any], object], arguments: list[Any]) -> tuple[float, list[Any]]:
+    """Return the microseconds of a call, averaged, and what the calls returned."""
+    started = time.perf_counter_ns()
+    results = [call(argument) for argument in arguments]
+    return (time.perf_counter_ns() - started) / len(arguments) / 1e3, results
+
+
+def one_by_one(call: Callable[[Any], object], arguments: list[Any]) -> tuple[float, list[Any]]:
+    """Return the median of the microseconds of single calls, and what the calls returned."""
+    results, spent = [], []
+    for argument in arguments:
+        started = time.perf_counter_ns()
+        results.append(call(argument))
+        spent.append(time.perf_counter_ns() - started)
+    return statistics.median(spent) / 1e3, results
+
+
 @dataclass
 class Subject:
-    """One allocator under a number of live blocks, and what was measured of it, in microseconds."""
+    """An allocator with a number of live blocks."""
 
     allocator: Allocator
     live: list[int]
     sizes: list[int]
     rng: random.Random
-    rounds: dict[str, list[float]] = field(default_factory=lambda: {"allocate": [], "free": []})
-    calls: dict[str, list[float]] = field(default_factory=lambda: {"allocate": [], "free": []})
+
+    def fill(self, count: int) -> None:
+        """Allocate that many."""
+        self.live += [self._allocate(self.rng.choice(self.sizes)) for _ in range(count)]
 
     def stir(self, count: int) -> None:
         """Replace blocks by others."""
@@ -131,99 +156,98 @@ class Subject:
             self.allocator.free(self.live[place])
             self.live[place] = self._allocate(self.rng.choice(self.sizes))
 
-    def measure(self) -> None:
-        """Free a batch of blocks and allocate as many, once as a whole and once call by call."""
-        for timed, seconds in ((self._batch, self.rounds), (self._single, self.calls)):
-            self.rng.shuffle(self.live)
-            count = min(BATCH, -(-len(self.live) // 2))
-            leaving, self.live = self.live[:count], self.live[count:]
-            sizes = self.rng.choices(self.sizes, k=count)
-            seconds["free"].append(timed(self.allocator.free, leaving)[0])
-            spent, offsets = timed(self.allocator.allocate, sizes)
-            seconds["allocate"].append(spent)
-            assert None not in offsets, "the pool is full"
-            self.live += offsets
+    def measure(self, timed: Timed) -> tuple[float, float]:
+        """Allocate and free a batch of blocks; return the microseconds of a call of either."""
+        self.rng.shuffle(self.live)
+        count = min(BATCH, -(-len(self.live) // 2))
+        leaving, self.live = self.live[:count], self.live[count:]
+        sizes = self.rng.choices(self.sizes, k=count)
+        freeing, _ = timed(self.allocator.free, leaving)
+        allocating, offsets = timed(self.allocator.allocate, sizes)
+        assert None not in offsets, "the pool is full"
+        self.live += offsets
+        return allocating, freeing
 
     def _allocate(self, size: int) -> int:
         offset = self.allocator.allocate(size)
         assert offset is not None, "the pool is full"
         return offset
 
-    @staticmethod
-    def _batch(call: Callable[[int], object], arguments: list[int]) -> tuple[float, list]:
-        started = time.perf_counter_ns()
-        results = [call(argument) for argument in arguments]
-        return (time.perf_counter_ns() - started) / len(arguments) / 1e3, results
 
-    @staticmethod
-    def _single(call: Callable[[int], object], arguments: list[int]) -> tuple[float, list]:
-        results, spent = [], []
-        for argument in arguments:
-            started = time.perf_counter_ns()
-            results.append(call(argument))
-            spent.append(time.perf_counter_ns() - started)
-        return statistics.median(spent) / 1e3, results
-
-
-def subjects(num_live: int, rng: random.Random) -> dict[str, Subject]:
-    """Fill every allocator with as many blocks, and stir."""
+def steady(make: Callable[[int], Allocator], num_live: int, rng: random.Random) -> Subject:
+    """Fill an allocator with blocks of mixed sizes, and stir."""
     sizes = [MIXES["small"](rng) for _ in range(4096)]
+    subject = Subject(make(_pool_size(sizes, num_live)), [], sizes, rng)
+    subject.fill(num_live)
+    subject.stir(2 * num_live)
+    return subject
+
+
+def ebb(make: Callable[[int], Allocator], num_live: int, rng: random.Random) -> Subject:
+    """Fill an allocator with twice as many payloads of one size, and free every second one."""
+    subject = Subject(make(_pool_size([FLUX], 2 * num_live)), [], [FLUX], rng)
+    subject.fill(2 * num_live)
+    for offset in subject.live[1::2]:
+        subject.allocator.free(offset)
+    del subject.live[1::2]
+    return subject
+
+
+def _pool_size(sizes: list[int], num_live: int) -> int:
+    """Return a power of two with room for as many blocks, rounded up to powers of two, and some more."""
     rounded = sum(1 << (size - 1).bit_length() for size in sizes) / len(sizes)
-    pool_size = 1 << (int(1.3 * rounded * num_live) + 64 * max(sizes) // num_live).bit_length()
-    found = {}
-    for name, make in ALLOCATORS.items():
-        subject = Subject(make(pool_size), [], sizes, random.Random(num_live))
-        subject.live = [subject._allocate(rng.choice(sizes)) for _ in range(num_live)]
-        subject.stir(2 * num_live)
-        found[name] = subject
-    return found
+    return 1 << (int(1.3 * rounded * num_live) + 64 * max(sizes) // num_live).bit_length()
 
 
-def statistics_cost(allocator: BuddyAllocator, rounds: int) -> dict[str, float]:
-    """Return the median microseconds of the calls that only ask."""
-    questions: dict[str, Callable[[], object]] = {
-        "get_stats": allocator.get_stats,
-        "free_bytes": lambda: allocator.free_bytes,
-        "can_allocate": lambda: allocator.can_allocate(1 << 20),
-        "count_free_slots": lambda: allocator.count_free_slots(1 << 20),
-        "get_block_info": lambda: allocator.get_block_info(0),
-    }
-    return {
-        name: statistics.median(Subject._single(lambda _: ask(), [0] * BATCH)[0] for _ in range(rounds))  # noqa: B023
-        for name, ask in questions.items()
-    }
+QUESTIONS: dict[str, Callable[[BuddyAllocator], object]] = {
+    "get_stats": BuddyAllocator.get_stats,
+    "free_bytes": lambda allocator: allocator.free_bytes,
+    "can_allocate": lambda allocator: allocator.can_allocate(1 << 20),
+    "count_free_slots": lambda allocator: allocator.count_free_slots(1 << 20),
+    "get_block_info": lambda allocator: allocator.get_block_info(0),
+}
+
+
+def asking_cost(allocator: BuddyAllocator) -> list[float]:
+    """Return the median microseconds of each question."""
+    return [one_by_one(ask, [allocator] * BATCH)[0] for ask in QUESTIONS.values()]
 
 
 def main() -> None:
     """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=31, help="interleaved rounds (default 31)")
-    parser.add_argument("--live", type=int, nargs="+", default=[10, 1_000, 10_000, 100_000], help="live blocks")
+    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
+    parser.add_argument(
+        "--live", type=int, nargs="+", default=[10, 1_000, 10_000, 100_000], help="live blocks"
+    )
     arguments = parser.parse_args()
-    costs = Table(title=f"microseconds a call, medians of {arguments.rounds} interleaved rounds; in brackets single calls")
-    for column in ("live blocks", "", "allocate", "free", "both, against the reference's"):
-        costs.add_column(column, justify="left" if not column else "right")
+    costs = Table(
+        title=f"microseconds a call, medians of {arguments.rounds} interleaved rounds (of single calls)"
+    )
     asking = Table(title="calls that only ask, microseconds")
-    for num_live in arguments.live:
-        measured = subjects(num_live, random.Random(0))
-        for _ in range(arguments.rounds):
-            for subject in measured.values():
-                subject.measure()
-        reference = 0.0
-        for name, subject in measured.items():
-            medians = {call: statistics.median(spent) for call, spent in subject.rounds.items()}
-            singles = {call: statistics.median(spent) for call, spent in subject.calls.items()}
-            both = sum(medians.values())
-            reference = reference or both
-            cells = [f"{medians[call]:.1f} ({singles[call]:.1f})" for call in ("allocate", "free")]
-            costs.add_row(f"{num_live:,}", name, *cells, f"{reference / both:.1f} times as fast")
+    for column in ("state", "live blocks", "", "allocate", "free", "both, against the reference's"):
+        costs.add_column(column, justify="left" if not column else "right")
+    for column in ("state", "live blocks", "", *QUESTIONS):
+        asking.add_column(column, justify="left" if not column else "right")
+    for state, num_live in itertools.product((steady, ebb), arguments.live):
+        spent: dict[str, list[tuple[float, ...]]] = {name: [] for name in ALLOCATORS}
+        asked: dict[str, list[list[float]]] = {name: [] for name in ALLOCATORS}
+        for seed, (name, make) in itertools.product(range(arguments.rounds), ALLOCATORS.items()):
+            subject = state(make, num_live, random.Random(seed))
+            spent[name].append((*subject.measure(on_average), *subject.measure(one_by_one)))
             if isinstance(subject.allocator, BuddyAllocator):
-                asked = statistics_cost(subject.allocator, arguments.rounds)
-                if not asking.columns:
-                    for column in ("live blocks", "", *asked):
-                        asking.add_column(column, justify="left" if not column else "right")
-                asking.add_row(f"{num_live:,}", name, *(f"{spent:.1f}" for spent in asked.values()))
-    Console(width=120).print(costs, asking)
+                asked[name].append(asking_cost(subject.allocator))
+        reference = 0.0
+        for name in ALLOCATORS:
+            label = (state.__name__, f"{num_live:,}", name)
+            allocate, free, one_allocate, one_free = map(statistics.median, zip(*spent[name], strict=True))
+            reference = reference or allocate + free
+            cells = f"{allocate:.1f} ({one_allocate:.1f})", f"{free:.1f} ({one_free:.1f})"
+            costs.add_row(*label, *cells, f"{reference / (allocate + free):.1f} times as fast")
+            if asked[name]:
+                medians = map(statistics.median, zip(*asked[name], strict=True))
+                asking.add_row(*label, *(f"{median:.1f}" for median in medians))
+    Console(width=132).print(costs, asking)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ MIXES: dict[str, Callable[[random.Random], int]] = {
 }
 """Draws the bytes of one payload.
 
-``small``: 4 KiB to 1 MiB, evenly on a logarithmic scale.  ``mixed``: half of them flux in batches of 1, 2 or 4,
-a fifth wan of 0.4 to 1.3 times its length, a tenth vlm of 1 to 64 images, a fifth small.
+``small``: 4 KiB to 1 MiB, evenly on a logarithmic scale.  ``mixed``: half of them flux in batches of 1, 2 or
+4, a fifth wan of 0.4 to 1.3 times its length, a tenth vlm of 1 to 64 images, a fifth small.
 """
 
 
