@@ -6,8 +6,9 @@ from __future__ import annotations
 import threading
 import time
 
-PATIENCE_SECONDS = 2.0
-"""What a silent peer is given to answer a later pull: connecting over a lossy network takes a second."""
+PATIENCE_SECONDS = 5.0
+"""What a silent peer is given to answer a later pull: connecting over a lossy network takes a
+second or two, and so may an answer from a host that is overloaded."""
 
 _FORGET_SECONDS = 60.0
 

@@ -44,7 +44,7 @@ def fails(peer, *kinds):
 
 def test_a_late_pull_never_gets_the_bytes_of_the_next_request(mode):
     mode.producer.call(peers.open_producer, "64KiB", access=mode.access)
-    old = mode.producer.call(peers.publish, "old", payloads.of_size, 64 * KIB, 1, lease=0.2)
+    old = mode.producer.call(peers.publish, "old", payloads.of_size, 64 * KIB, 1, lease=1.5)
     mode.consumer.call(peers.pull_and_compare, old, payloads.of_size, 64 * KIB, 1, release=False)
     assert mode.producer.call(peers.wait_released, "old", 10)
     new = mode.producer.call(peers.publish, "new", payloads.of_size, 64 * KIB, 2)

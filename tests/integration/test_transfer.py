@@ -106,7 +106,7 @@ def test_one_flipped_byte_is_found_and_named(two, mode_name):
     consumer.call(peers.open_consumer, "16MiB", access=mode_name)
     manifest = producer.call(peers.publish, "a", payloads.many, 20, 100 * KIB)
     producer.call(flip_a_byte, manifest, "t7")
-    with pytest.raises(peers.RemoteError, match=r"IntegrityError.*the bytes of t7 have the checksum"):
+    with pytest.raises(peers.RemoteError, match=r"IntegrityError.*the bytes of 't7' have the checksum"):
         consumer.call(peers.pull, manifest)
     assert consumer.call(peers.statistics, "consumer")["integrity_failures"] == 1
     assert not producer.call(peers.wait_released, "a", 0)  # the slot is still held
