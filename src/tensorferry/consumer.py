@@ -144,6 +144,7 @@ class Consumer:
                 there, or an index does not fit its tensor.
             PayloadTooLargeError: The tensors would not fit into the empty pool.
             PoolTimeoutError: There was no room to land in within ``timeout``.
+            RegistrationError: The first connection starts the backend, which found no memory.
             ConnectError: The producer cannot be reached, or offers no access that works.
             PeerLostError: It closed or died meanwhile.
             LeaseExpiredError: The slot is not, or may not have been, the manifest's any more.

@@ -14,6 +14,8 @@ import peers
 import pytest
 from payloads import KIB, MIB
 
+from tensorferry.manifest import read_manifest
+
 MODES = ["served", "rdma", "mapped"]
 LOST = ("PeerLostError", "ConnectError")
 
@@ -102,6 +104,44 @@ def test_a_slot_stays_until_its_readers_have_finished(mode):
         except peers.RemoteError as error:
             outcomes[error.kind] += 1
     assert sum(outcomes.values()) == 20
+
+
+def test_memory_that_is_still_read_is_not_lent_to_others(consumer, victim):
+    """sgl-project/sglang#35049, #24580: an abort freed memory in mid-transfer, and others wrote there.
+
+    The consumer is stopped with more on its way than sockets hold; then the publication is taken back.
+    """
+    producer = consumer
+    producer.call(peers.open_producer, "64MiB", access="served")
+    victim.call(peers.open_consumer, "64MiB", access="served")
+    manifest = producer.call(peers.publish, "a", payloads.of_size, 48 * MIB)
+    victim.call(peers.pull, manifest, release=False)
+    producer.signal(signal.SIGSTOP)
+    victim.start(peers.pull_and_compare, manifest, payloads.of_size, 48 * MIB)
+    time.sleep(0.3)
+    victim.signal(signal.SIGSTOP)
+    producer.signal(signal.SIGCONT)
+    time.sleep(0.3)
+    producer.call(peers.revoke, "a")
+    assert producer.call(peers.statistics, "producer")["draining"] == 1, "nothing is being read"
+    read = read_manifest(manifest).ticket
+    lent = producer.call(offsets_of_a_hundred, 8 * MIB)
+    assert len(lent) == 100
+    assert all(offset + 8 * MIB <= read.offset or offset >= read.offset + read.nbytes for offset in lent)
+    victim.signal(signal.SIGCONT)
+    assert victim.result() == "", "bytes that were not the publication's"
+    assert producer.call(peers.wait_released, "a", 20)
+    producer.call(peers.publish, "b", payloads.of_size, 60 * MIB)
+
+
+def offsets_of_a_hundred(namespace, nbytes):
+    """Publish and take back a hundred times; return where in the pool each was."""
+    other, offsets = payloads.of_size(nbytes, 1), []
+    for turn in range(100):
+        manifest = namespace.producer.publish(f"other {turn}", other)
+        offsets.append(read_manifest(manifest).ticket.offset)
+        namespace.producer.revoke(f"other {turn}")
+    return offsets
 
 
 def prepare(namespace, nbytes):

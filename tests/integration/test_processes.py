@@ -258,6 +258,69 @@ def test_memory_does_not_grow_with_pulls(access):
     assert int(out) < 16
 
 
+def test_pulls_into_fresh_memory_register_nothing(library, access):
+    """vllm-project/vllm#32181, ai-dynamo/nixl#1210: UCX's cache of registrations grew with each place."""
+    out = run(
+        f"""
+        import collections, resource
+        from tensorferry import _transport
+        create, registered = _transport.MemoryRegion.create, []
+        def counting(*args):
+            registered.append(args)
+            return create(*args)
+        _transport.MemoryRegion.create = counting
+        producer = Producer("16MiB", access={access!r}, **OPTIONS)
+        consumer = Consumer("16MiB", access={access!r}, **OPTIONS)
+        def rss():
+            with open("/proc/self/statm") as statm:
+                return int(statm.read().split()[1]) * resource.getpagesize()
+        kept, places = collections.deque(maxlen=24), set()  # so that memory is not at once the next result's
+        def pulls(count):
+            for turn in range(count):
+                kept.append(consumer.pull(producer.publish(f"{{turn}}", PAYLOAD, timeout=10))["x"])
+                places.add(kept[-1].data_ptr())
+        pulls(200)
+        before, first = rss(), len(registered)
+        pulls(2000)
+        print((rss() - before) >> 20, len(registered) - first, first, len(places))
+        consumer.close()
+        producer.close()
+        """,
+        library,
+    )
+    grown, later, first, places = map(int, out.split())
+    assert grown < 64
+    assert later == 0
+    assert first > 0, "the spy saw nothing"
+    assert places > 20
+
+
+def test_closing_before_any_consumer_came_is_quick_and_leaves_nothing(library, access):
+    """ai-dynamo/dynamo#12759: the end waited for ever for a reader that never came, and buffers leaked."""
+    out = run(
+        f"""
+        descriptors = lambda: len(os.listdir("/proc/self/fd"))
+        with Producer("16MiB", access={access!r}, **OPTIONS) as producer:  # what UCX opens once
+            pass
+        del producer
+        gc.collect()
+        before = descriptors()
+        producer = Producer("16MiB", access={access!r}, **OPTIONS)
+        producer.publish("a", PAYLOAD, lease=600)
+        started = time.monotonic()
+        producer.close(timeout=1)
+        seconds, live = time.monotonic() - started, producer.statistics().live
+        del producer
+        gc.collect()
+        print(seconds, descriptors() - before, live)
+        """,
+        library,
+    )
+    seconds, descriptors, live = out.split()
+    assert float(seconds) < 3
+    assert (descriptors, live) == ("0", "0")
+
+
 def test_closing_frees_the_memory_of_both_pools():
     """Also while the closed objects are still around."""
     out = run(

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
 import payloads
 import peers
 import psutil
@@ -68,6 +71,117 @@ _TENSORS = st.tuples(
 @given(description=st.lists(_TENSORS, max_size=40))
 def test_random_payloads_arrive(mode, description):
     mode.send("random", payloads.described, description)
+
+
+def test_a_rejected_publication_is_free_at_once(mode):
+    """vllm-project/vllm#41269: what was rejected before its transfer stranded for minutes."""
+    manifest = mode.producer.call(peers.publish, "rejected", payloads.of_size, MIB)
+    before = mode.producer.call(peers.statistics, "producer")
+    mode.consumer.call(reject_twice, manifest)
+    assert mode.producer.call(peers.wait_released, "rejected", 10)
+    after = mode.producer.call(peers.statistics, "producer")
+    assert after["rejected"] == before["rejected"] + 1
+    assert after["allocated_nbytes"] == before["allocated_nbytes"] - MIB
+
+
+def reject_twice(namespace, manifest):
+    for _ in range(2):
+        namespace.consumer.reject(manifest)
+
+
+@pytest.mark.parametrize("key", [None, b"0123456789abcdef"], ids=["digest", "mac"])
+def test_a_manifest_damaged_in_any_byte_never_reaches_ucx(two, key):
+    """openucx/ucx#3731, #5868: a bad key or address crashes the process that unpacks it."""
+    producer, consumer = two
+    producer.call(peers.open_producer, "1MiB", access="rdma", key=key)
+    consumer.call(peers.open_consumer, "1MiB", key=key)
+    manifest = producer.call(peers.publish, "a", payloads.of_size, 1000)
+    refused = consumer.call(pull_damaged, manifest)
+    assert sum(refused.values()) == 2 * len(manifest)
+    assert refused.keys() <= {"ManifestError", "AuthenticationError", "VersionError"}
+    assert consumer.call(peers.statistics, "consumer")["pulls"] == 0
+    assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, 1000) == ""
+    close_both(two)
+
+
+def pull_damaged(namespace, manifest):
+    """Pull with each byte changed, and cut off before each; return how often which error was raised."""
+    refused = Counter()
+    for i, byte in enumerate(manifest):
+        for rest in (bytes([byte ^ 1 << i % 8]) + manifest[i + 1 :], b""):
+            try:
+                namespace.consumer.pull(manifest[:i] + rest)
+            except Exception as error:
+                refused[type(error).__name__] += 1
+    return refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("access", ["served", "mapped"])
+def test_eight_producers_and_eight_consumers_mix_nothing_up(two, access):
+    """vllm-project/vllm#44238, kvcache-ai/Mooncake#2086: under load of mixed sizes data differed."""
+    producer, consumer = two
+    producer.call(open_eight, "producers", "Producer", access)
+    consumer.call(open_eight, "consumers", "Consumer", "auto")
+    producer.start(publish_round, 0)
+    for turn in range(_ROUNDS):
+        manifests = producer.result()
+        producer.start(publish_round, turn + 1)  # while these are pulled
+        assert consumer.call(pull_round, turn, manifests) == []
+    producer.result()
+    producer.call(close_eight, "producers")
+    consumer.call(close_eight, "consumers")
+
+
+_ROUNDS = 80  # of 64 payloads each
+_MIXED = (16 * KIB, 2_424_832)
+
+
+def open_eight(namespace, name, kind, access):
+    import tensorferry
+
+    make = getattr(tensorferry, kind)
+    opened = [make("64MiB", access=access, backend_options=peers.LOOPBACK) for _ in range(8)]
+    setattr(namespace, name, opened)
+    namespace.threads = ThreadPoolExecutor(8)
+
+
+def close_eight(namespace, name):
+    for one in getattr(namespace, name):
+        one.close()
+    namespace.threads.shutdown()
+
+
+def publish_round(namespace, turn):
+    """Have each producer publish eight payloads; return the manifests by producer."""
+
+    def work(which):
+        producer = namespace.producers[which]
+        return [
+            producer.publish(f"{turn}-{i}", payloads.of_size(_MIXED[i % 2], seed(turn, which, i)), timeout=60)
+            for i in range(8)
+        ]
+
+    return list(namespace.threads.map(work, range(8)))
+
+
+def pull_round(namespace, turn, manifests):
+    """Have each consumer pull one payload of each producer; return what was wrong."""
+
+    def work(which):
+        wrong = []
+        for source in range(8):
+            i = (which + source) % 8
+            got = namespace.consumers[which].pull(manifests[source][i], timeout=60)
+            wrong.append(peers.difference(got, payloads.of_size(_MIXED[i % 2], seed(turn, source, i))))
+        return wrong
+
+    return [one for wrong in namespace.threads.map(work, range(8)) for one in wrong if one]
+
+
+def seed(turn, producer, payload):
+    return turn * 64 + producer * 8 + payload
 
 
 def test_some_names_bring_some_tensors(mode):

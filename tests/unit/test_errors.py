@@ -4,11 +4,13 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tensorferry import _transport, errors
-from tensorferry.backends.ucx_native import translate
+from tensorferry.backends.ucx_native import PoolMemory, translate
 
 CLASSES = [
     value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)
@@ -91,6 +93,7 @@ def native(status: int) -> _transport.TransportError:
         (_transport.PEER_GONE, errors.PeerLostError, "peer"),
         (_transport.LIBRARY_UNUSABLE, errors.BackendUnavailableError, None),
         (_transport.NO_MEMORY, errors.RegistrationError, None),
+        (-2, errors.RegistrationError, None),
         (-3, errors.PeerLostError, "peer"),
         (-4, errors.RegistrationError, None),
         (-6, errors.ConnectError, "peer"),
@@ -109,6 +112,18 @@ def test_native_errors_are_translated(status: int, cls: type[Exception], scope: 
     if scope is not None:
         assert isinstance(error, errors.TransferError)
         assert (error.scope, error.status) == (scope, status)
+
+
+def test_a_registration_that_fails_names_the_limit(monkeypatch: pytest.MonkeyPatch):
+    """openucx/ucx#6264: "ibv_reg_mr failed: Cannot allocate memory", by the limit of locked memory."""
+
+    def refuse(*args: object) -> None:
+        raise native(-4)
+
+    monkeypatch.setattr(_transport, "MemoryRegion", SimpleNamespace(create=refuse))
+    memory = PoolMemory(4096, torch.device("cpu"), shared=False)
+    with pytest.raises(errors.RegistrationError, match=r"4096 bytes \(see RLIMIT_MEMLOCK, ulimit -l\)"):
+        memory.register(None)  # type: ignore[arg-type]
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")

@@ -215,11 +215,24 @@ def test_what_can_never_fit_is_refused_at_once(make_producer):
 
 
 def test_a_pool_is_used_to_its_last_block(make_producer):
+    """The reference class makes 8 MiB of 5 MiB, and takes 4 MiB for 2 MiB and a byte."""
     producer = make_producer("5MiB")
+    assert producer.statistics().pool_nbytes == backend().pool.numel() == 5 << 20
     assert producer.publish("a", {"x": numbers(5 << 20)})
 
 
-def test_a_full_pool_raises_at_once_or_after_the_timeout(make_producer):
+def test_many_small_tensors_take_one_slot(make_producer):
+    """In the reference class each would take at least a block of 1 MiB."""
+    producer = make_producer("2MiB")
+    producer.publish("a", {f"t{i}": numbers(1024) for i in range(1000)})
+    statistics = producer.statistics()
+    assert (statistics.live, statistics.requested_nbytes) == (1, 1000 * 1024)
+    assert statistics.allocated_nbytes < 1000 * 1024 + 4096
+
+
+def test_a_full_pool_raises_at_once_or_after_the_timeout(make_producer, caplog):
+    """LMCache/LMCache#1337, #1339: it was tried again for ever, and each time logged."""
+    caplog.set_level("DEBUG")
     producer = make_producer("4MiB")
     producer.publish("a", {"x": numbers(3 << 20)})
     with pytest.raises(PoolExhaustedError, match="request 'b'") as caught:
@@ -229,6 +242,8 @@ def test_a_full_pool_raises_at_once_or_after_the_timeout(make_producer):
     with pytest.raises(PoolTimeoutError, match=r"within 0.3 seconds"):
         producer.publish("b", {"x": numbers(3 << 20)}, timeout=0.3)
     assert 0.3 <= time.monotonic() - started < 1.0
+    assert (caught.value.requested_nbytes, caught.value.pool_nbytes) == (3 << 20, 4 << 20)
+    assert len(caplog.records) <= 1
 
 
 def test_a_release_wakes_a_waiting_publish(make_producer, threads, wait_for):

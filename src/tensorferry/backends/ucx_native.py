@@ -40,6 +40,7 @@ DEFAULTS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
 RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "all")
 
 # ucs_status_t, from UCX's ucs/type/status.h.
+_UCS_NO_RESOURCE = -2
 _UCS_NO_MEMORY = -4
 _UCS_INVALID_PARAM = -5
 _UCS_TIMED_OUT = -20
@@ -60,6 +61,7 @@ def translate(error: _transport.TransportError, action: str) -> TensorferryError
         _transport.CLOSED: ClosedError,
         _transport.NO_MEMORY: RegistrationError,
         _transport.LIBRARY_UNUSABLE: BackendUnavailableError,
+        _UCS_NO_RESOURCE: RegistrationError,
         _UCS_NO_MEMORY: RegistrationError,
     }
     if status in plain:
