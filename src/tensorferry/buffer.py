@@ -382,7 +382,7 @@ class TransferTensorBuffer:
         stream: torch.cuda.Stream | None,
     ) -> list[torch.Tensor]:
         # Bytes are copied and then viewed, so the offset in the pool needs no alignment, and
-        # a result never shares memory with the pool, however its device is spelt (R4).
+        # a result never shares memory with the pool, however its device is spelt.
         results = [torch.empty(piece.nbytes, dtype=torch.uint8, device=device) for piece in pieces]
         copies = [
             Copy(result, self._bytes_at(block, piece.offset, piece.nbytes), outside=result)

@@ -102,6 +102,8 @@ def test_no_manifest_at_all(data):
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_pickle_is_never_loaded(protocol):
+    """sgl-project/sglang#21435, vllm-project/vllm#17192, InternLM/lmdeploy#4804: peers were unpickled."""
+
     class Bomb:
         def __reduce__(self) -> Any:
             return pytest.fail, ("unpickled",)
@@ -375,6 +377,7 @@ def test_an_impossible_offset(offset):
 
 
 def test_a_tensor_outside_of_its_slot():
+    """openucx/ucx#3731, #5868: UCX does not check what it is given, so it is checked before."""
     nbytes = body_of(GOOD)["slot"]["nbytes"]
     refused(with_entry("offset", 4, value=nbytes - 76), "leaves its slot")
     refused(with_entry("slot", "nbytes", value=nbytes - 512), "leaves its slot|not in")

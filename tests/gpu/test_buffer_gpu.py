@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference class on a GPU: streams, ownership and devices (R4, R5, R6, A42, A45)."""
+"""The reference class on a GPU: streams, ownership and devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lend(buffer: TransferTensorBuffer, size: int = MIB) -> SlotHandle:
     return handle
 
 
-def test_r1_a_cpu_pool_is_pinned() -> None:
+def test_a_cpu_pool_is_pinned() -> None:
     assert TransferTensorBuffer(MIB)._pool.is_pinned()
     assert TransferTensorBuffer(MIB, pin_memory=True)._pool.is_pinned()
     assert not TransferTensorBuffer(MIB, pin_memory=False)._pool.is_pinned()
@@ -59,7 +59,8 @@ def test_every_dtype_crosses_bit_for_bit(pool: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pool", ["cuda", "cuda:0"])
 @pytest.mark.parametrize("target", ["cuda", "cuda:0", torch.device("cuda", 0)], ids=str)
-def test_r4_a_result_is_independent_of_the_pool(pool: str, target: Any) -> None:
+def test_a_result_is_independent_of_the_pool(pool: str, target: Any) -> None:
+    """In the reference "cuda" and "cuda:0" differ, and the result is a view of the slot."""
     buffer = TransferTensorBuffer(MIB, device=pool)
     assert buffer.device == pool
     handle = lend(buffer)
@@ -73,7 +74,8 @@ def test_r4_a_result_is_independent_of_the_pool(pool: str, target: Any) -> None:
 
 
 @pytest.mark.parametrize("with_stream", [True, False])
-def test_r5_a_read_to_the_cpu_is_complete_on_return(with_stream: bool) -> None:
+def test_a_read_to_the_cpu_is_complete_on_return(with_stream: bool) -> None:
+    """The reference returned host memory before the copy into it had ended."""
     buffer = TransferTensorBuffer(8 * MIB, device="cuda:0")
     handle = lend(buffer, 8 * MIB)
     source = torch.arange(MIB, device="cuda")
@@ -86,7 +88,8 @@ def test_r5_a_read_to_the_cpu_is_complete_on_return(with_stream: bool) -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("with_stream", [True, False])
-def test_a42_what_kernels_wrote_before_the_call_is_what_is_written(pool: str, with_stream: bool) -> None:
+def test_what_kernels_wrote_before_the_call_is_what_is_written(pool: str, with_stream: bool) -> None:
+    """vllm-project/vllm-ascend#16555: a staging copy was not over when the transfer began."""
     buffer = TransferTensorBuffer(8 * MIB, device=pool)
     handle = lend(buffer, 8 * MIB)
     stream = torch.cuda.Stream() if with_stream else None
@@ -100,7 +103,8 @@ def test_a42_what_kernels_wrote_before_the_call_is_what_is_written(pool: str, wi
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_r6_a_non_contiguous_source_is_copied_whole(pool: str) -> None:
+def test_a_non_contiguous_source_is_copied_whole(pool: str) -> None:
+    """In the reference such copies were not ordered with the side stream."""
     buffer = TransferTensorBuffer(4 * MIB, device=pool)
     handle = lend(buffer, 4 * MIB)
     source = torch.arange(MIB, dtype=torch.int32, device="cuda").reshape(1024, 1024)
@@ -117,7 +121,8 @@ def test_r6_a_non_contiguous_source_is_copied_whole(pool: str) -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_a42_a_slot_is_not_reused_before_a_queued_read_has_ended(pool: str) -> None:
+def test_a_slot_is_not_reused_before_a_queued_read_has_ended(pool: str) -> None:
+    """NVIDIA/TensorRT-LLM#15546: a buffer was overwritten while a queued copy still read it."""
     buffer = TransferTensorBuffer(4 * MIB, device=pool)
     handle = lend(buffer, 4 * MIB)
     buffer.write_tensor(handle, "t", torch.full((MIB,), 5, dtype=torch.int32))
@@ -153,7 +158,8 @@ def test_host_and_device_tensors_mix_in_one_batch() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a45_the_current_device_stays_and_the_right_one_is_used() -> None:
+def test_the_current_device_stays_and_the_right_one_is_used() -> None:
+    """ai-dynamo/nixl#324, #857: the device has to be that of the address."""
     buffer = TransferTensorBuffer(MIB, device="cuda:1")
     handle = lend(buffer)
     buffer.write_tensor(handle, "t", torch.arange(9, device="cuda:0"), stream=torch.cuda.Stream("cuda:1"))

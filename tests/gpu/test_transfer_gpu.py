@@ -54,7 +54,7 @@ def test_every_way_between_devices(producer, consumer, source: str, target: str)
 
 @pytest.mark.parametrize("target", ["cuda", "cuda:0"])
 def test_results_are_outside_both_pools(producer, consumer, target: str):
-    """R4: "cuda" and "cuda:0" are one device, and neither gives a view of the slot."""
+    """Not so in the reference, which takes "cuda" and "cuda:0" for two devices."""
     got = consumer.pull(producer.publish("a", {"x": torch.ones(1000, device="cuda")}), device=target)["x"]
     producer.wait_released("a", 10)
     consumer.pull(producer.publish("b", {"x": torch.full((1000,), 2.0, device="cuda")}), device=target)
@@ -62,14 +62,14 @@ def test_results_are_outside_both_pools(producer, consumer, target: str):
 
 
 def test_a_result_on_the_cpu_is_complete_at_once(producer, consumer):
-    """R5: a copy from the device that was only queued would be seen half done."""
+    """As in the reference: a copy from the device that was only queued would be seen half done."""
     manifest = producer.publish("a", {"x": torch.full((SIZE,), 7.0, device="cuda")})
     torch.cuda._sleep(DELAY_CYCLES)
     assert bool((consumer.pull(manifest, device="cpu")["x"] == 7).all())
 
 
 def test_what_is_published_is_what_earlier_kernels_wrote(producer, consumer):
-    """A42: publish right after launching a long kernel that writes the tensor."""
+    """NVIDIA/TensorRT-LLM#15546: publish right after launching a long kernel that writes the tensor."""
     tensor = torch.zeros(SIZE, device="cuda")
     torch.cuda._sleep(DELAY_CYCLES)
     tensor.fill_(5)
@@ -90,7 +90,7 @@ def test_a_side_stream_orders_the_copies(producer, consumer):
 
 
 def test_the_slot_may_be_reused_after_the_pull(producer, consumer):
-    """A42: the first result must not change when its slot and its landing memory are used again."""
+    """NVIDIA/TensorRT-LLM#15546: a buffer was overwritten while a queued copy still read it."""
     torch.cuda._sleep(DELAY_CYCLES)
     first = consumer.pull(producer.publish("a", {"x": torch.full((SIZE,), 1.0)}), device="cuda")["x"]
     for value in range(2, 6):
@@ -99,7 +99,7 @@ def test_the_slot_may_be_reused_after_the_pull(producer, consumer):
 
 
 def test_threads_that_never_touched_cuda(producer, consumer):
-    """A43: no context is current in a new thread."""
+    """ai-dynamo/nixl#2102, vllm-project/vllm#36475: no context is current in a new thread."""
     results: list[torch.Tensor] = []
 
     def work() -> None:
@@ -114,7 +114,7 @@ def test_threads_that_never_touched_cuda(producer, consumer):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_current_device_stays():
-    """A45: pool and target on device 1, current device 0."""
+    """ai-dynamo/nixl#324, #857: pool and target on device 1, current device 0."""
     with (
         tensorferry.Producer("64MiB", device="cuda:1", backend_options=LOOPBACK) as producer,
         tensorferry.Consumer("64MiB", device="cuda:1", backend_options=LOOPBACK) as consumer,
@@ -177,7 +177,7 @@ def test_a_part_that_is_mapped_is_borrowed_on_the_device():
 
 
 def test_a_part_is_what_the_slot_held_before_it_was_used_again(producer, consumer):
-    """A42, for parts: the copy that cuts out the gaps must be over before the memory is anyone else's."""
+    """The copy that cuts out the gaps must be over before the memory is anyone else's."""
     torch.cuda._sleep(DELAY_CYCLES)
     index = (slice(None), slice(None, None, 2))
     ones = torch.ones(1024, 4096)

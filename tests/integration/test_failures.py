@@ -45,6 +45,7 @@ def fails(peer, *kinds):
 
 
 def test_a_late_pull_never_gets_the_bytes_of_the_next_request(mode):
+    """vllm-project/vllm#21570: the producer freed by its timeout, and the consumer read what came next."""
     mode.producer.call(peers.open_producer, "64KiB", access=mode.access)
     old = mode.producer.call(peers.publish, "old", payloads.of_size, 64 * KIB, 1, lease=1.5)
     mode.consumer.call(peers.pull_and_compare, old, payloads.of_size, 64 * KIB, 1, release=False)
@@ -90,7 +91,10 @@ def use_every_slot(namespace, count):
 
 
 def test_a_slot_stays_until_its_readers_have_finished(mode):
-    """Pull, revoke and publish anew into the same memory: whole data of the right request, or an error."""
+    """Pull, revoke and publish anew into the same memory: whole data of the right request, or an error.
+
+    The reference frees a slot at an abort, while it may still be read.
+    """
     mode.producer.call(peers.open_producer, "32MiB", access=mode.access)
     mode.producer.call(prepare, 30 * MIB)
     outcomes = {"": 0, "LeaseRevokedError": 0}
@@ -188,6 +192,7 @@ def test_killing_the_producer_ends_mapped_pulls(consumer, victim):
 
 @pytest.mark.parametrize("access", ["served", "mapped"])
 def test_a_restarted_producer_is_reached_by_the_same_consumer(consumer, library, access):
+    """ai-dynamo/nixl#795: nobody could use a restarted producer before everybody was restarted."""
     consumer.call(peers.open_consumer, "16MiB", access=access)
     for turn in range(2):
         with peers.peer(TENSORFERRY_UCX=library) as producer:
@@ -199,6 +204,7 @@ def test_a_restarted_producer_is_reached_by_the_same_consumer(consumer, library,
 
 @pytest.mark.parametrize("access", ["served", "rdma"])
 def test_a_stopped_producer_costs_no_more_than_the_timeout(consumer, victim, access):
+    """ai-dynamo/nixl#2047: a peer that lived and was stuck was waited for without any limit."""
     victim.call(peers.open_producer, "64MiB", access=access)
     consumer.call(peers.open_consumer, "64MiB", access=access)
     manifest = victim.call(peers.publish, "a", payloads.of_size, 32 * MIB)

@@ -130,6 +130,7 @@ def test_ctrl_c_ends_a_pull_that_hangs():
 
 
 def test_a_forked_child_leaves_its_parent_alone(library, access):
+    """openucx/ucx#10748, #4325: UCX in a forked child hangs or crashes."""
     out = run(
         f"""
         warnings.simplefilter("ignore")
@@ -171,6 +172,7 @@ def test_a_forked_child_leaves_its_parent_alone(library, access):
 
 
 def test_a_dataloader_may_fork_beside_an_open_pool():
+    """uccl-project/uccl#895, openucx/ucx#11573: workers of a DataLoader died."""
     out = run(
         """
         warnings.simplefilter("ignore")
@@ -203,6 +205,7 @@ def test_idling_costs_next_to_nothing(library):
 
 
 def test_eight_threads_share_one_producer_and_one_consumer(library, access):
+    """sgl-project/sglang#28897, ai-dynamo/nixl#1501, #636: several threads broke an assertion in UCX."""
     out = run(
         f"""
         from concurrent.futures import ThreadPoolExecutor

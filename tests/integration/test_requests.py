@@ -166,6 +166,7 @@ def test_many_loops_in_many_threads(producer, consumer, loop):
 
 
 def test_waiting_for_a_stopped_producer_takes_no_cpu_and_the_loop_runs_on(consumer, victim):
+    """ai-dynamo/nixl#2047: a stalled transfer was polled for ever."""
     victim.call(peers.open_producer, "16MiB", access="served")
     consumer.call(peers.open_consumer, "16MiB", access="served")
     manifest = victim.call(peers.publish, "a", payloads.of_size, MIB)
@@ -180,7 +181,10 @@ def test_waiting_for_a_stopped_producer_takes_no_cpu_and_the_loop_runs_on(consum
 
 @pytest.mark.parametrize("access", ["served", "rdma"])
 def test_the_memory_of_a_cancelled_pull_is_lent_when_ucx_has_let_go(consumer, producer, victim, access):
-    """The pool has room for one: the next pull gets it after the quarantine, and nothing writes into it."""
+    """The pool has room for one: the next pull gets it after the quarantine, and nothing writes into it.
+
+    ai-dynamo/nixl#2044: a released request still let the device write.
+    """
     victim.call(peers.open_producer, "16MiB", access=access)
     producer.call(peers.open_producer, "16MiB", access=access)
     consumer.call(peers.open_consumer, "8MiB", access=access)

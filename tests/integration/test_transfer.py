@@ -29,6 +29,7 @@ CHUNK = 64 * MIB
     "build", [payloads.every_dtype, payloads.odd_floats, payloads.every_layout, payloads.nested]
 )
 def test_every_bit_arrives(route, build):
+    """The reference copied to the other process's address inside its own, with both on 127.0.0.1."""
     route.send(build.__name__, build)
 
 
@@ -45,6 +46,7 @@ def test_sizes_around_internal_edges(route):
 
 
 def test_empty_payloads_are_released(route):
+    """meta-pytorch/monarch#1133: a size of 0 hung."""
     for build in (dict, no_elements):
         route.send(f"empty {build.__name__}", build)
 
@@ -54,6 +56,7 @@ def no_elements():
 
 
 def test_ten_thousand_small_tensors(mode):
+    """ray-project/ray#64205: thousands of views took a thousand times as long as one tensor."""
     manifest = mode.producer.call(peers.publish, "many", payloads.many, 10_000, KIB)
     assert len(manifest) < 1_000_000
     assert mode.consumer.call(peers.pull_and_compare, manifest, payloads.many, 10_000, KIB) == ""
@@ -214,7 +217,10 @@ def test_checksums_and_keys_over_the_wire(two):
 
 
 def test_one_flipped_byte_is_found_and_named(two, mode_name):
-    """A write into the pool after publish, as the holder of an RDMA key could make it."""
+    """A write into the pool after publish, as the holder of an RDMA key could make it.
+
+    sgl-project/sglang#39229: metadata was right, and the bytes were another request's.
+    """
     producer, consumer = two
     producer.call(peers.open_producer, "16MiB", access=mode_name, checksum="xxh3")
     consumer.call(peers.open_consumer, "16MiB", access=mode_name)
@@ -274,6 +280,7 @@ def computed(turn):
 
 @pytest.mark.parametrize("access", ["served", "mapped"])
 def test_a_gibibyte_from_a_pool_of_its_size(two, access):
+    """kvcache-ai/Mooncake#364, #3503: a large buffer was registered in part only, without a word."""
     producer, consumer = two
     producer.call(peers.open_producer, GIB, access=access)
     consumer.call(peers.open_consumer, GIB, access=access)

@@ -35,7 +35,7 @@ def blocks_of(allocator: BuddyAllocator) -> list[Block]:
 
 
 def check_invariants(allocator: BuddyAllocator, live: dict[int, Block]) -> None:
-    """Blocks tile the pool, free ones are merged, and every figure adds up (A02)."""
+    """Blocks tile the pool, free ones are merged, and every figure adds up."""
     blocks = blocks_of(allocator)
     lent = {block.offset: block for block in blocks if block.allocated}
     assert lent == live
@@ -162,7 +162,8 @@ def test_count_free_slots() -> None:
     assert [allocator.count_free_slots(size) for size in (MIB, 2 * MIB, 4 * MIB)] == [3, 1, 0]
 
 
-def test_r13_stats_show_what_was_asked_for_and_what_rounding_added() -> None:
+def test_stats_show_what_was_asked_for_and_what_rounding_added() -> None:
+    """In the reference nothing reports the waste of rounding up."""
     allocator = BuddyAllocator(5 * MIB, MIB)
     allocator.allocate(MIB + 1)
     stats = allocator.get_stats()
@@ -178,10 +179,11 @@ def test_repr_says_how_full_it_is() -> None:
     assert repr(allocator) == "<BuddyAllocator 1048576 of 4194304 bytes lent in 1 blocks>"
 
 
-# A01 to A03, R3
+# Freeing
 
 
-def test_a01_after_small_blocks_the_whole_pool_can_be_had_again() -> None:
+def test_after_small_blocks_the_whole_pool_can_be_had_again() -> None:
+    """kvcache-ai/Mooncake#632: freed memory stayed with its size class, so that other sizes found none."""
     allocator = BuddyAllocator(64 * MIB, 4096)
     offsets = [allocator.allocate(64 << 10) for _ in range(1024)]
     assert allocator.allocate(1) is None
@@ -193,9 +195,10 @@ def test_a01_after_small_blocks_the_whole_pool_can_be_had_again() -> None:
 
 @every_opt_in
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
-def test_a02_four_siblings_merge_in_whatever_order_they_are_freed(
+def test_four_siblings_merge_in_whatever_order_they_are_freed(
     order: tuple[int, ...], opt_in: dict[str, bool]
 ) -> None:
+    """vulkano-rs/vulkano#2832: merging left pointers to what had been merged."""
     allocator = BuddyAllocator(4 * MIB, MIB, **opt_in)
     live: dict[int, Block] = {}
     siblings = [lend(allocator, MIB, live) for _ in range(4)]
@@ -208,7 +211,8 @@ def test_a02_four_siblings_merge_in_whatever_order_they_are_freed(
     assert blocks_of(allocator) == [Block(0, 4 * MIB)]
 
 
-def test_a03_a_bad_free_says_so_and_changes_nothing() -> None:
+def test_a_bad_free_says_so_and_changes_nothing() -> None:
+    """spaskalev/buddy_alloc#119: a bad free was ignored without a word, and leaked."""
     allocator, other = BuddyAllocator(4 * MIB), BuddyAllocator(4 * MIB)
     block, foreign = allocator.allocate_block(2 * MIB), other.allocate_block(2 * MIB)
     assert block is not None
@@ -222,7 +226,8 @@ def test_a03_a_bad_free_says_so_and_changes_nothing() -> None:
     check_invariants(allocator, {})
 
 
-def test_r3_a_stale_generation_does_not_free_the_next_owner() -> None:
+def test_a_stale_generation_does_not_free_the_next_owner() -> None:
+    """The reference frees by offset alone: a stale handle gave the next owner's block away."""
     allocator = BuddyAllocator(MIB)
     first = allocator.allocate_block(MIB)
     assert first is not None
@@ -239,6 +244,7 @@ def test_r3_a_stale_generation_does_not_free_the_next_owner() -> None:
 
 
 def test_an_exact_pool_is_never_larger_than_asked_for() -> None:
+    """The reference makes 8 GiB of a pool of 5 GiB."""
     assert BuddyAllocator(5 * GIB, exact=True).pool_size == 5 * GIB
     assert BuddyAllocator(5 * GIB + 4095, 4096, exact=True).pool_size == 5 * GIB
     with pytest.raises(ValueError, match="holds no block"):
@@ -258,6 +264,7 @@ def test_the_roots_of_an_exact_pool_never_merge_past_its_end() -> None:
 
 
 def test_a_trimmed_block_takes_what_it_needs_and_its_tail_is_free_at_once() -> None:
+    """The reference lends 64 MiB to whoever needs 33."""
     allocator = BuddyAllocator(64 * MIB, MIB, trim=True)
     live: dict[int, Block] = {}
     block = lend(allocator, 33 * MIB - 5, live)

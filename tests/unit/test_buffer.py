@@ -72,14 +72,16 @@ def test_the_pool_is_rounded_up_and_a_full_pool_lends_none() -> None:
     assert buffer.allocate(5 * MIB, "r") is None
 
 
-def test_r13_stats_have_the_role_and_show_the_waste(buffer: TransferTensorBuffer) -> None:
+def test_stats_have_the_role_and_show_the_waste(buffer: TransferTensorBuffer) -> None:
+    """In the reference nothing reports the waste of rounding up."""
     lend(buffer, 4097)
     stats = buffer.get_stats()
     assert stats["role"] == "encoder"
     assert (stats["requested_bytes"], stats["allocated_bytes"], stats["wasted_bytes"]) == (4097, 8192, 4095)
 
 
-def test_r13_many_small_tensors_take_one_slot() -> None:
+def test_many_small_tensors_take_one_slot() -> None:
+    """In the reference each slot takes 1 MiB at least."""
     buffer = TransferTensorBuffer(2 * MIB)
     handle = lend(buffer, MIB)
     tensors = {str(index): torch.full((256,), index, dtype=torch.int32) for index in range(1000)}
@@ -123,12 +125,13 @@ def test_a_manifest_of_the_reference_is_read(buffer: TransferTensorBuffer, handl
     assert set(result) == {"t", "l"}
 
 
-# R1, A44: memory
+# Memory
 
 
-def test_r1_without_an_accelerator_plain_memory_is_used_and_said_once(
+def test_without_an_accelerator_plain_memory_is_used_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The reference pins always, which fails without an accelerator."""
     monkeypatch.setattr(device_copy, "_accelerator_is_available", lambda: False)
     device_copy._said_unpinned.clear()
     with caplog.at_level(logging.INFO, "tensorferry"):
@@ -158,9 +161,10 @@ def refuse_pinning(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     ],
     ids=["no driver", "no CUDA", "no message"],
 )
-def test_a44_pinning_by_hand_that_fails_names_the_cause(
+def test_pinning_by_hand_that_fails_names_the_cause(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """pytorch/pytorch#159740, #159774: "Found no NVIDIA driver" where memory was to be pinned."""
     refuse_pinning(monkeypatch, error)
     cause = str(error).split("\n", maxsplit=1)[0] or "RuntimeError"
     with pytest.raises(RegistrationError, match=cause):
@@ -168,12 +172,12 @@ def test_a44_pinning_by_hand_that_fails_names_the_cause(
 
 
 @pytest.mark.skipif(device_copy._accelerator_is_available(), reason="needs a machine that cannot pin memory")
-def test_a44_pinning_by_hand_on_this_machine() -> None:
+def test_pinning_by_hand_on_this_machine() -> None:
     with pytest.raises(RegistrationError, match=r"cannot pin 1048576 bytes: .*pin"):
         TransferTensorBuffer(MIB, pin_memory=True)
 
 
-def test_a44_where_pinning_fails_despite_an_accelerator_plain_memory_is_used(
+def test_where_pinning_fails_despite_an_accelerator_plain_memory_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_pinning(monkeypatch, RuntimeError("CUDA error: OS call failed"))
@@ -222,14 +226,15 @@ def test_a_pool_made_in_inference_mode_works_outside() -> None:
     assert torch.equal(buffer.read_tensor(handle, [3], torch.float32), torch.ones(3))
 
 
-# R2, R10, A32 to A37: what crosses
+# What crosses
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [[], [3], [2, 0, 5], [1, 2, 3]], ids=str)
-def test_r2_r10_every_dtype_and_shape_crosses_bit_for_bit(
+def test_every_dtype_and_shape_crosses_bit_for_bit(
     buffer: TransferTensorBuffer, handle: SlotHandle, dtype: torch.dtype, shape: list[int]
 ) -> None:
+    """The reference knows ten dtypes, and no scalars of more than one byte."""
     count = torch.Size(shape).numel()
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape)
@@ -239,13 +244,15 @@ def test_r2_r10_every_dtype_and_shape_crosses_bit_for_bit(
     assert bits(result) == bits(raw)
 
 
-def test_r2_a_scalar_round_trips(buffer: TransferTensorBuffer, handle: SlotHandle) -> None:
+def test_a_scalar_round_trips(buffer: TransferTensorBuffer, handle: SlotHandle) -> None:
+    """vllm-project/vllm#52235, ray-project/ray#52830: "self.dim() cannot be 0 to view Float as Byte"."""
     assert buffer.write_tensor(handle, "guidance", torch.tensor(3.5)) == 4
     result = buffer.read_tensor(handle, [], torch.float32)
     assert (result.shape, result.item()) == (torch.Size([]), 3.5)
 
 
-def test_a33_only_empty_tensors_touch_nothing(buffer: TransferTensorBuffer, handle: SlotHandle) -> None:
+def test_only_empty_tensors_touch_nothing(buffer: TransferTensorBuffer, handle: SlotHandle) -> None:
+    """meta-pytorch/torchstore#177, meta-pytorch/monarch#1133: tensors without bytes failed or hung."""
     before = slot_bytes(buffer, handle)
     manifest = buffer.write_tensors_from_gpu(handle, {"e": torch.empty(0, 4096, dtype=torch.bfloat16)})
     result = buffer.read_tensors_from_manifest(handle, manifest)["e"]
@@ -270,9 +277,10 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a37_views_cross_as_contiguous_copies(
+def test_views_cross_as_contiguous_copies(
     buffer: TransferTensorBuffer, handle: SlotHandle, name: str
 ) -> None:
+    """ray-project/ray#64376, meta-pytorch/torchstore#169: strided tensors were refused."""
     tensor = VIEWS[name]
     buffer.write_tensor(handle, name, tensor)
     result = buffer.read_tensor(handle, list(tensor.shape), tensor.dtype)
@@ -293,9 +301,10 @@ def test_a37_views_cross_as_contiguous_copies(
     ],
     ids=["dtype", "sparse", "meta", "text", "number", "object"],
 )
-def test_r10_what_cannot_cross_is_refused_at_the_producer_by_its_path(
+def test_what_cannot_cross_is_refused_at_the_producer_by_its_path(
     buffer: TransferTensorBuffer, handle: SlotHandle, value: Any
 ) -> None:
+    """In the reference an unknown dtype shows at the consumer only."""
     before = slot_bytes(buffer, handle)
     with pytest.raises(UsageError, match=r"^out\[1\]: "):
         buffer.write_tensors_from_gpu(handle, {"a": torch.ones(9), "out": [None, value]})
@@ -306,7 +315,7 @@ def test_r10_what_cannot_cross_is_refused_at_the_producer_by_its_path(
     assert torch.equal(slot_bytes(buffer, handle), before)
 
 
-# R11: structure
+# Structure
 
 
 def same(left: Any, right: Any) -> bool:
@@ -323,9 +332,10 @@ T = torch.arange(5)
     [[T, None, T, None], [], [None], [None, None, T], (T,), (), (None,), (T, None), (None, T), [T], [T, T]],
     ids=str,
 )
-def test_r11_lists_and_tuples_are_restored_exactly(
+def test_lists_and_tuples_are_restored_exactly(
     buffer: TransferTensorBuffer, handle: SlotHandle, value: Any
 ) -> None:
+    """The reference loses trailing holes, empty lists and tuples without a word."""
     manifest = buffer.write_tensors_from_gpu(handle, {"v": value, "t": T, "none": None})
     result = buffer.read_tensors_from_manifest(handle, manifest)
     assert list(result) == ["v", "t"]
@@ -347,9 +357,10 @@ class Named(tuple[torch.Tensor, ...]):
     ],
     ids=str,
 )
-def test_r11_deeper_structures_are_refused_by_path(
+def test_deeper_structures_are_refused_by_path(
     buffer: TransferTensorBuffer, handle: SlotHandle, value: Any, path: str
 ) -> None:
+    """In the reference they vanish without a word."""
     with pytest.raises(UsageError, match=f"^{path}: "):
         buffer.write_tensors_from_gpu(handle, {"e": value})
 
@@ -414,6 +425,7 @@ def test_an_unaligned_offset_works(buffer: TransferTensorBuffer, handle: SlotHan
 def test_reads_are_bounded_by_the_slot(
     buffer: TransferTensorBuffer, handle: SlotHandle, shape: list[int], offset: int
 ) -> None:
+    """In the reference they are bounded by the pool only."""
     with pytest.raises(SlotBoundsError):
         buffer.read_tensor(handle, shape, torch.float32, byte_offset=offset)
 
@@ -423,10 +435,11 @@ def test_a_read_of_an_unsupported_dtype_is_refused(buffer: TransferTensorBuffer,
         buffer.read_tensor(handle, [1], torch.quint8)
 
 
-# R3, R4: handles and ownership
+# Handles and ownership
 
 
-def test_r3_a_stale_handle_does_not_free_the_next_owner(buffer: TransferTensorBuffer) -> None:
+def test_a_stale_handle_does_not_free_the_next_owner(buffer: TransferTensorBuffer) -> None:
+    """In the reference it does: offsets have no generation."""
     first = lend(buffer)
     assert buffer.free(first)
     second = lend(buffer)
@@ -437,7 +450,7 @@ def test_r3_a_stale_handle_does_not_free_the_next_owner(buffer: TransferTensorBu
     assert buffer.num_allocations == 1
 
 
-def test_r3_a_handle_dies_when_it_is_freed(buffer: TransferTensorBuffer, handle: SlotHandle) -> None:
+def test_a_handle_dies_when_it_is_freed(buffer: TransferTensorBuffer, handle: SlotHandle) -> None:
     assert "freed" not in repr(handle)
     assert buffer.free(handle)
     assert handle.freed
@@ -455,9 +468,10 @@ def test_r3_a_handle_dies_when_it_is_freed(buffer: TransferTensorBuffer, handle:
     assert not buffer.free(handle)
 
 
-def test_a03_a_handle_of_another_pool_or_made_by_hand_is_refused(
+def test_a_handle_of_another_pool_or_made_by_hand_is_refused(
     buffer: TransferTensorBuffer, handle: SlotHandle
 ) -> None:
+    """spaskalev/buddy_alloc#119: a bad free was ignored without a word."""
     other = TransferTensorBuffer(MIB, 4096)
     foreign = lend(other)
     for wrong in (foreign, SlotHandle("r", 0, 4096), SlotHandle("r", 1 << 40, 4096)):
@@ -474,9 +488,10 @@ def test_a_handle_cannot_reach_beyond_its_block(buffer: TransferTensorBuffer, ha
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"], ids=repr)
-def test_r4_a_result_is_independent_of_the_pool(
+def test_a_result_is_independent_of_the_pool(
     buffer: TransferTensorBuffer, handle: SlotHandle, device: torch.device | str
 ) -> None:
+    """In the reference "cuda" and "cuda:0" differ, and the result is a view of the slot."""
     buffer.write_tensor(handle, "t", T)
     result = buffer.read_tensor(handle, [5], torch.int64, device=device)
     result_2 = buffer.read_tensors_from_manifest(

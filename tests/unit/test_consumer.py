@@ -149,6 +149,7 @@ def test_no_names_bring_nothing_and_release(pair):
     "payload", [{}, {"a": None, "b": []}, {"x": torch.empty(0, 4096, dtype=torch.bfloat16)}]
 )
 def test_nothing_is_read_for_zero_bytes(pair, payload):
+    """ai-dynamo/modelexpress#295: one descriptor of size 0 made UCX refuse the whole list."""
     producer, consumer = pair
     verified = []
     reader().before_verify = lambda pool, ticket: verified.append(ticket)
@@ -207,6 +208,7 @@ def test_with_a_key_on_both_sides_releases_and_rejects_are_believed(make_produce
 
 
 def test_reject_gives_back_without_a_pull(pair):
+    """vllm-project/vllm#41269: what was rejected before its transfer stranded for minutes."""
     producer, consumer = pair
     manifest = producer.publish("a", PAYLOAD)
     started = time.monotonic()
@@ -322,6 +324,7 @@ def test_landing_needs_room_and_mapped_does_not(make_producer, make_consumer):
 
 
 def test_memory_of_a_failed_read_stays_in_quarantine_until_it_settles(make_producer, make_consumer):
+    """ai-dynamo/nixl#2044: a released request still let the device write."""
     producer, consumer = make_producer(access="served"), make_consumer("64KiB")
     manifest = producer.publish("a", {"x": torch.zeros(64 << 8)})
     reader().read_failures = [TransferTimeoutError("scripted")]

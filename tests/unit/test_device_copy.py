@@ -111,7 +111,8 @@ def run(copies: SlotCopies, what: list[Any], stream: Any = None, generation: int
     copies.run(generation, what, stream)
 
 
-def test_r6_a_side_stream_is_ordered_on_both_sides(world: World) -> None:
+def test_a_side_stream_is_ordered_on_both_sides(world: World) -> None:
+    """In the reference copies of strided input were not ordered with the side stream."""
     side = FakeStream(world, "side", CUDA0)
     run(SlotCopies(), [write(world, CUDA0, CUDA0)], side)
     assert world.log == [
@@ -132,7 +133,8 @@ def test_without_a_stream_the_copy_is_complete_on_return(world: World) -> None:
         assert world.log[-1] == "host waits for current0"
 
 
-def test_r5_copies_into_the_caller_s_host_memory_block(world: World) -> None:
+def test_copies_into_the_caller_s_host_memory_block(world: World) -> None:
+    """The reference returned host memory before the copy into it had ended."""
     run(SlotCopies(), [read(world, CUDA0, CPU)], FakeStream(world, "side", CUDA0))
     assert "slot -> result on side" in world.log  # not queued: complete on return
 
@@ -142,7 +144,8 @@ def test_copies_from_the_caller_s_host_memory_block(world: World) -> None:
     assert "source -> slot on side" in world.log
 
 
-def test_a42_giving_a_slot_back_waits_for_queued_copies(world: World) -> None:
+def test_giving_a_slot_back_waits_for_queued_copies(world: World) -> None:
+    """NVIDIA/TensorRT-LLM#15546: a host buffer was overwritten while a queued copy still read it."""
     copies, side = SlotCopies(), FakeStream(world, "side", CUDA0)
     run(copies, [read(world, CPU, CUDA0)], side)
     run(copies, [read(world, CPU, CUDA0)], side, generation=2)
@@ -189,7 +192,8 @@ def test_a_copy_between_devices_is_ordered_on_both(world: World) -> None:
     assert "source recorded on side" not in world.log
 
 
-def test_a45_a_stream_of_a_device_without_part_is_refused(world: World) -> None:
+def test_a_stream_of_a_device_without_part_is_refused(world: World) -> None:
+    """ai-dynamo/nixl#324, #857: the device has to be that of the address."""
     with pytest.raises(UsageError, match="the stream is on cuda:1, but the copies are on cuda:0"):
         run(SlotCopies(), [write(world, CUDA0, CUDA0)], FakeStream(world, "side", CUDA1))
     assert world.log == []

@@ -32,12 +32,14 @@ def test_every_float8_of_the_running_torch_is_supported() -> None:
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 def test_a_byte_view_of_every_supported_dtype_keeps_all_bits(dtype: torch.dtype) -> None:
+    """vllm-project/vllm-omni#2103, safetensors/safetensors#489: dtypes that were left out."""
     raw = torch.arange(16 * 3, dtype=torch.uint8)
     assert torch.equal(raw.view(dtype).view(torch.uint8), raw)
     assert raw.view(dtype).numel() * itemsize(dtype) == raw.numel()
 
 
-def test_r10_an_unsupported_dtype_is_refused_at_the_producer() -> None:
+def test_an_unsupported_dtype_is_refused_at_the_producer() -> None:
+    """In the reference it shows at the consumer only."""
     with pytest.raises(UsageError, match="quint8") as caught:
         dtype_to_str(torch.quint8)
     assert isinstance(caught.value, UnsupportedDtypeError)
@@ -56,6 +58,7 @@ def test_dtype_to_str_refuses_what_is_no_dtype(wrong: object) -> None:
     "name", ["float33", "torch.float32", "half", "", "qint8", "dtype", "load", "Float32"]
 )
 def test_an_unknown_name_from_a_peer_is_refused_by_name(name: str) -> None:
+    """NVIDIA-NeMo/Automodel#2533: a map of dtypes made by hand lacked some."""
     with pytest.raises(ManifestError) as caught:
         str_to_dtype(name)
     assert repr(name) in str(caught.value)

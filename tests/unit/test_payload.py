@@ -72,6 +72,7 @@ def only(value: Any) -> torch.Tensor:
 
 
 def test_holes_empties_and_kinds_come_back_exactly():
+    """ai-dynamo/dynamo#10071: whether it was a tensor or a list was lost, and how many there were."""
     tensors = {"a": [T, None, T, None], "b": [], "c": [None], "d": (T,), "e": {"f": T}, "g": None}
     tensors |= {
         "h": (),
@@ -155,6 +156,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_unsupported_objects_are_refused_by_path(value):
+    """ai-dynamo/dynamo#9517: json.dumps(default=str) made strings of tensors."""
     with pytest.raises(UsageError, match=r"^outputs\[0\]\.audio: "):
         flatten({"outputs": [{"audio": value}]})
     with pytest.raises(UsageError, match=r"^pooled\[1\]: "):
@@ -241,6 +243,7 @@ def test_leaves_are_plain_tensors():
 
 
 def test_lazy_conjugation_and_negation_are_resolved():
+    """ray-project/ray#64376, meta-pytorch/torchstore#77: views of all kinds have to be copied."""
     numbers = torch.tensor([1 + 2j])
     assert not only(numbers.conj()).is_conj()
     assert only(numbers.conj()).item() == 1 - 2j

@@ -368,6 +368,7 @@ def test_revoke_frees_at_once(make_producer):
 
 @pytest.mark.parametrize("end", ["release", "expire", "revoke"])
 def test_a_slot_that_is_still_read_is_not_reused(make_producer, wait_for, end):
+    """The reference frees a slot at an abort, while it may still be read."""
     producer = make_producer("64KiB")
     backend().drains = True
     ticket = ticket_of(
@@ -477,6 +478,7 @@ def in_child(function) -> int:
 
 
 def test_a_forked_child_cannot_use_it_and_does_not_touch_it(make_producer):
+    """openucx/ucx#10748, #4325: UCX in a forked child hangs or crashes."""
     producer = make_producer()
     producer.publish("a", {"x": numbers(10)})
 

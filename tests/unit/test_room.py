@@ -66,6 +66,7 @@ def test_a_waiter_gets_what_is_given_back(threads, wait_for):
 
 
 def test_first_come_first_served_although_smaller_ones_would_fit(threads, wait_for):
+    """LMCache/LMCache#1337, #1339: without an order requests waited for ever."""
     one = room()
     kept, other = take(one, 32 * KIB, "a", None), take(one, 16 * KIB, "b", None)
     big = threads.submit(take, one, 32 * KIB, "big", 10.0)

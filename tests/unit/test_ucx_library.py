@@ -57,6 +57,7 @@ def test_without_any_there_is_an_error_with_the_cure(machine):
 
 
 def test_one_that_the_process_has_loaded_is_kept(machine):
+    """ai-dynamo/nixl#1668, #1673: two builds of UCX in one process."""
     assert chosen("/other/libucp.so.0") == "/other/libucp.so.0"
     assert chosen("/other/libucp.so.0", TENSORFERRY_UCX="wheel") == str(WHEEL)
 
