@@ -71,20 +71,26 @@ def peer(record: Record) -> PeerOffer:
     )
 
 
-def check_metadata(value: Any, depth: int = 0) -> None:
-    """Check that a map or list of metadata is of plain types and not nested too deep."""
+def check_metadata(value: dict[str, Any]) -> None:
+    """Check that metadata is of plain types, not too much and not nested too deep."""
+    if _metadata_nodes(value, 0) > metadata.MAX_NODES:
+        raise ManifestError(f"metadata has more than {metadata.MAX_NODES} lists, maps and entries of maps")
+
+
+def _metadata_nodes(value: Any, depth: int) -> int:
+    """Check a map or list of metadata; return how many lists, maps and entries of maps it is made of."""
     if depth >= metadata.MAX_DEPTH:
         raise ManifestError(f"metadata is nested more than {metadata.MAX_DEPTH} deep")
-    items = value.values() if type(value) is dict else value
+    is_map = type(value) is dict
+    items = value.values() if is_map else value
     kinds = set(map(type, items))
     if not kinds <= _METADATA:
-        raise ManifestError(
-            f"metadata holds {' or '.join(sorted(kind.__name__ for kind in kinds - _METADATA))}"
-        )
+        names = " or ".join(sorted(kind.__name__ for kind in kinds - _METADATA))
+        raise ManifestError(f"metadata holds {names}")
+    nodes = 1 + (len(value) if is_map else 0)
     if not kinds.isdisjoint(_CONTAINERS):  # else there may be millions: no call for each
-        for item in items:
-            if type(item) in _CONTAINERS:
-                check_metadata(item, depth + 1)
+        nodes += sum(_metadata_nodes(item, depth + 1) for item in items if type(item) in _CONTAINERS)
+    return nodes
 
 
 def structure_paths(structure: dict[str, Any]) -> list[str]:

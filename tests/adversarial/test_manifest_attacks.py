@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import tensorferry
 from manifests import BODY, KEY, altered, body_of, forge, make_manifest
-from tensorferry import wire
+from tensorferry import metadata, wire
 from tensorferry.errors import ManifestError, ProtocolError
 from tensorferry.manifest import decode_manifest, encode_manifest
 
@@ -189,6 +189,17 @@ def test_deep_nesting(opening, depth):
     refused(sealed(opening * depth + b"\xc0"))
     whole = sealed(b"\x81\xa1x" + opening * depth + b"\xc0" * (depth + 1))
     refused(whole)
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_more_metadata_than_a_producer_may_send(kind):
+    many = range(metadata.MAX_NODES)
+    refused(
+        with_entry(
+            "metadata", "x", value=[[]] * len(many) if kind is list else dict.fromkeys(map(str, many))
+        ),
+        "65536",
+    )
 
 
 @pytest.mark.parametrize("key", ["structure", "metadata"])
