@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways of moving tensors that ``tensorferry bench`` compares, a module for each library."""
