@@ -50,6 +50,33 @@ LAYERS = (
     ("producer", "consumer"),
     ("",),
     (
+        "cli.bench",
+        "cli.bench_agent",
+        "cli.bench_environment",
+        "cli.bench_harness",
+        "cli.bench_link",
+        "cli.bench_memory",
+        "cli.bench_namespace",
+        "cli.bench_payloads",
+        "cli.bench_peers",
+        "cli.bench_peers.base",
+        "cli.bench_peers.ceilings",
+        "cli.bench_peers.copies",
+        "cli.bench_peers.ferry",
+        "cli.bench_peers.gloo",
+        "cli.bench_peers.mooncake",
+        "cli.bench_peers.nixl",
+        "cli.bench_peers.packed",
+        "cli.bench_peers.raw_ucp",
+        "cli.bench_peers.ray",
+        "cli.bench_peers.sockets",
+        "cli.bench_peers.ucxx",
+        "cli.bench_peers.zeromq",
+        "cli.bench_plots",
+        "cli.bench_report",
+        "cli.bench_results",
+        "cli.bench_rows",
+        "cli.bench_worker",
         "cli.inspect",
         "cli.demo",
         "cli.demo_channel",
@@ -123,8 +150,8 @@ def test_only_the_ucx_backend_imports_the_native_module():
     }
 
 
-def test_only_its_backend_imports_nixl():
-    assert users_of("nixl") | users_of("nixl_cu12") <= {"backends.nixl"}
+def test_only_its_backend_and_the_benchmark_import_nixl():
+    assert users_of("nixl") | users_of("nixl_cu12") <= {"backends.nixl", "cli.bench_peers.nixl"}
 
 
 @pytest.mark.parametrize("library", ["pickle", "marshal", "shelve", "dill", "cloudpickle"])

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tensorferry.cli import bench_results
@@ -23,7 +24,7 @@ from tensorferry.cli.bench_agent import ONE_THREAD
 from tensorferry.cli.bench_link import Link, LinkLostError
 from tensorferry.cli.bench_payloads import Payload
 from tensorferry.cli.bench_results import Series
-from tensorferry.cli.bench_rows import Row
+from tensorferry.cli.bench_rows import LIMIT, Row
 from tensorferry.errors import TensorferryError
 
 PATIENCE_SECONDS = 90.0
@@ -184,6 +185,8 @@ def run_cell(place: Place, row: Row, payload: Payload) -> tuple[bench_results.Ro
     result = bench_results.combine(
         *sides, batch=row.batch, one_host=place.one_host or row.alone, elsewhere=row.elsewhere
     )
+    if row.family == LIMIT:
+        result.above = None  # its buffers are no results
     return result, sides[0]["about"]
 
 
@@ -215,7 +218,8 @@ def _hear_all(links: Mapping[str, Link], patience: float) -> dict[str, dict[str,
         raise RowError(f"the {name}: {failures[name]['error']}")
     if len(said) < len(links):
         raise RowError(
-            f"nothing from the {' and the '.join(links.keys() - said.keys())} in {patience:.0f} s", hung=True
+            f"nothing from the {' and the '.join(sorted(links.keys() - said.keys()))} in {patience:.0f} s",
+            hung=True,
         )
     return said
 
@@ -235,6 +239,20 @@ def _leave(links: Any) -> None:
         link.settimeout(max(0.1, end - time.monotonic()))
         with suppress(LinkLostError, TimeoutError):
             link.hear()
+
+
+def needed_nbytes(row: Row, payload: Payload) -> int:
+    """Return about what the processes of a row use: two variants at both ends, pools and results."""
+    batch = 1 if row.elsewhere else row.batch
+    return (5 + 3 * batch) * payload.nbytes
+
+
+def available_nbytes() -> int:
+    """Return the memory that this host has left."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 def run(
@@ -258,6 +276,7 @@ def run(
     A row that fails is not run again for that payload; one that hangs is not run again at all.
     """
     hung: dict[str, str] = {}
+    memory = available_nbytes()
     for payload in payloads:
         many = len(payload.shapes) > 1
         series = {
@@ -276,6 +295,9 @@ def run(
                     continue
                 if row.name in hung:
                     one.ended = f"not run: {hung[row.name]}"
+                    continue
+                if needed_nbytes(row, payload) > memory:
+                    one.ended = f"not run: it takes {needed_nbytes(row, payload) >> 30} GiB of memory"
                     continue
                 try:
                     result, one.about = run_cell(place, row, payload)

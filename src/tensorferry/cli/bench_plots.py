@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from tensorferry.cli.bench_rows import LIMIT, OURS
 
 _FORMATS = ("png", "svg")
 _WIDTH = 9.0
-_LATENCY_PAYLOADS = 4
 
 
 def draw(report: Report, folder: Path) -> list[Path]:
@@ -27,11 +26,12 @@ def draw(report: Report, folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    written += _bandwidth(report, folder)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(one.row for one in report.series))}
+    written += _bandwidth(report, numbers, folder)
     for payload in report.payloads:
         series = report.of(payload)
         if series:
-            written += _latencies(payload, series, folder)
+            written += _latencies(payload, series, numbers, folder)
             written += _phases(payload, series, folder)
     return written
 
@@ -60,13 +60,15 @@ def _style(series: Series, number: int) -> dict[str, Any]:
     return {"linestyle": ("--", "-.")[number // 10 % 2], "linewidth": 1.2, "color": colour}
 
 
-def _bandwidth(report: Report, folder: Path) -> list[Path]:
+def _bandwidth(report: Report, numbers: Mapping[str, int], folder: Path) -> list[Path]:
     swept = [one for one in report.series if one.payload.startswith("one ") and one.rounds]
     if len({one.nbytes for one in swept}) < 2:
         return []
     figure, axes = _figure(6.0)
-    for number, name in enumerate(dict.fromkeys(one.row for one in swept)):
+    for name, number in numbers.items():
         line = sorted((one for one in swept if one.row == name), key=lambda one: one.nbytes)
+        if not line:
+            continue
         axes.plot(
             [one.nbytes for one in line],
             [one.throughput / 1e9 for one in line],
@@ -83,12 +85,14 @@ def _bandwidth(report: Report, folder: Path) -> list[Path]:
     return _save(figure, folder, "bandwidth")
 
 
-def _latencies(payload: str, series: Sequence[Series], folder: Path) -> list[Path]:
+def _latencies(
+    payload: str, series: Sequence[Series], numbers: Mapping[str, int], folder: Path
+) -> list[Path]:
     figure, axes = _figure(5.0)
-    for number, one in enumerate(series):
+    for one in series:
         times = sorted(seconds * 1e3 for each in one.rounds for seconds in each.whole)
         shares = [(rank + 1) / len(times) for rank in range(len(times))]
-        axes.step(times, shares, where="post", label=one.row, **_style(one, number))
+        axes.step(times, shares, where="post", label=one.row, **_style(one, numbers[one.row]))
     axes.set_xscale("log")
     axes.set_xlabel("ms")
     axes.set_ylabel("share of calls that take no longer")

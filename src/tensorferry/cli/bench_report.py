@@ -121,7 +121,10 @@ def markdown(report: Report) -> str:
     for host in report.hosts:
         settings = "; ".join(f"{name}: {value}" for name, value in host["settings"].items())
         versions = ", ".join(f"{name} {version}" for name, version in host["packages"].items())
-        parts.append(f"{host['cpu']}, {host['cpus']} CPUs, Linux {host['kernel']}; {settings}; {versions}")
+        name = f"{host['host']}: " if len(report.hosts) > 1 else ""
+        parts.append(
+            f"{name}{host['cpu']}, {host['cpus']} CPUs, Linux {host['kernel']}; {settings}; {versions}"
+        )
     parts.append(_table(*summary(report)))
     for payload in report.payloads:
         series = report.of(payload)

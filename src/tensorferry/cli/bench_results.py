@@ -118,7 +118,7 @@ def combine(
         one_host: Whether both have the same clock.  Otherwise what messages took is all in the
             phase ``release``, and a consumer that ended after the producer was told counts as
             ended by then.
-        elsewhere: Whether a program of its own did the work; then its time on the wire is all.
+        elsewhere: Whether the wire is all that counts.
 
     Raises:
         ValueError: They recorded different numbers of calls, or none.

@@ -109,7 +109,7 @@ class Receiver(ABC):
 
     @property
     def landing_nbytes(self) -> int:
-        """Bytes of memory, set up beforehand, that the payload lands in on its way to the results."""
+        """Bytes of a pool to which the first payload gives its pages; others have them before."""
         return 0
 
     @abstractmethod

@@ -30,11 +30,6 @@ class Alone:
         self._job = job
         self._pool = touched(packed.room(job.payload))
 
-    @property
-    def landing_nbytes(self) -> int:
-        """Bytes of the pool that is used."""
-        return self._job.payload.nbytes
-
     def move(self, payloads: list[Tensors]) -> Received:
         """Copy one payload."""
         (tensors,) = payloads
@@ -49,7 +44,8 @@ class Alone:
             block.copy_(pool)
         else:
             block = pool
-        return Received([packed.finish(layout, block, self._job.device)], packed_at)
+        tensors = packed.finish(layout, block, self._job.device)
+        return Received([tensors], packed_at, landing=time.perf_counter() - packed_at)
 
     def _copy_once(self, tensors: Tensors) -> Received:
         source = packed.flat(next(iter(tensors.values()))).numpy()

@@ -108,9 +108,8 @@ class Receiver(base.Receiver):
             pulls = [self._consumer.start_pull(manifest)]
             while len(pulls) < self.job.batch:
                 pulls.append(self._consumer.start_pull(self.link.receive()))
-            received = Received([pull.result() for pull in pulls], arrived)
-        else:
-            received = Received([self._consumer.pull(manifest)], arrived)
+            return Received([pull.result() for pull in pulls], arrived)  # their phases overlap
+        received = Received([self._consumer.pull(manifest)], arrived)
         received.end = time.perf_counter()
         return self._with_phases(received)
 

@@ -63,10 +63,6 @@ class Receiver(base.Receiver):
         self._engine = _engine(link, self._pool)
         self._remote = link.hear()
 
-    @property
-    def landing_nbytes(self) -> int:
-        return self.job.payload.nbytes
-
     def receive(self, inspect: Inspect) -> Received:
         layout = Layout.parse(self.link.receive())
         arrived = time.perf_counter()

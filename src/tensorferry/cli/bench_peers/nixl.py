@@ -74,10 +74,6 @@ class Receiver(base.Receiver):
         self._address = link.hear()["address"]
         link.send(self._agent.get_agent_metadata())
 
-    @property
-    def landing_nbytes(self) -> int:
-        return self.job.payload.nbytes
-
     def receive(self, inspect: Inspect) -> Received:
         layout = Layout.parse(self.link.receive())
         arrived = time.perf_counter()

@@ -50,7 +50,7 @@ def _program() -> str:
 
 
 def _settings(job: Job) -> dict[str, str]:
-    """Return what `rdma` and `served` access have: options win over the environment, and that over defaults."""
+    """Return what `rdma` and `served` access have: options win over the environment, it over defaults."""
     defaults = {
         **DEFAULTS,
         "TLS": "ib" if job.options["how"] == "get" and offers_rdma(job.settings) else "tcp",
