@@ -15,21 +15,24 @@ namespace {
 
 constexpr const char* kSoname = "libucp.so.0";
 
-// UCX installs handlers for fatal signals when it is loaded; the process keeps its own.
+// UCX installs handlers when it is loaded, of fatal signals and of SIGHUP, with which it would debug itself;
+// the process keeps its own.
 class SignalHandlers {
  public:
   SignalHandlers() {
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], nullptr, &saved_[i]);
+    for (int number = 1; number < NSIG; ++number) known_[number] = sigaction(number, nullptr, &saved_[number]) == 0;
   }
   ~SignalHandlers() {
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &saved_[i], nullptr);
+    for (int number = 1; number < NSIG; ++number) {
+      if (known_[number]) sigaction(number, &saved_[number], nullptr);
+    }
   }
   SignalHandlers(const SignalHandlers&) = delete;
   SignalHandlers& operator=(const SignalHandlers&) = delete;
 
  private:
-  static constexpr std::array<int, 5> kSignals{SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
-  std::array<struct sigaction, kSignals.size()> saved_{};
+  std::array<struct sigaction, NSIG> saved_{};
+  std::array<bool, NSIG> known_{};
 };
 
 std::string origin(void* handle) {
