@@ -7,11 +7,12 @@ import ctypes
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,29 @@ def enter_network(namespace: SimpleNamespace, network: str) -> None:
     must("unshare", _CLONE_NEWNS)
     must("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
     must("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+
+
+def free_port() -> int:
+    """A port of the loopback device where nobody listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextmanager
+def dropping(port: int) -> Iterator[None]:
+    """Have a port drop what comes, as a dead host or a firewall would: its queue of connections is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(0)
+        for _ in range(8):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        yield
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import time
 from contextlib import ExitStack
 
+import networks
 import payloads
 import peers
 import pytest
@@ -103,6 +103,25 @@ def pull_in_turn(namespace, manifests, seconds, first_apart=False):
     return found
 
 
+def test_an_address_that_drops_everything_costs_its_own_pull_its_time_and_others_nothing(consumer, library):
+    """No refusal comes from there, as from a dead host; UCX on its own would wait two minutes, for all."""
+    port = networks.free_port()
+    consumer.call(peers.open_consumer, "16MiB", access="served")
+    with peers.peer(TENSORFERRY_UCX=library) as other, peers.peer(TENSORFERRY_UCX=library) as gone:
+        there = {**peers.LOOPBACK, "TCP_PORT_RANGE": f"{port}-{port}"}
+        gone.call(peers.open_producer, "1MiB", access="served", backend_options=there)
+        dead = gone.call(peers.publish, "dead", payloads.of_size, KIB)
+        gone.kill()
+        other.call(peers.open_producer, "16MiB", access="served")
+        alive = other.call(peers.publish, "alive", payloads.of_size, MIB, 1)
+        with networks.dropping(port):
+            started = time.monotonic()
+            found = consumer.call(pull_in_turn, [dead, alive], 3.0, first_apart=True)
+            assert time.monotonic() - started < 3.0 + 10
+            assert found["error"] == "TransferTimeoutError"
+            assert (found["pulls"][1] > 10, found["wrong"]) == (True, 0)
+
+
 # Restarts
 
 
@@ -129,12 +148,6 @@ def test_twenty_kills_and_restarts_of_the_producer(consumer, library):
     assert figures["allocated_nbytes"] == figures["quarantined_nbytes"] == 0
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def listens(port):
     """Whether somebody listens at a port of the loopback device; asking there would keep it busy."""
     listening = "0A"
@@ -145,7 +158,7 @@ def listens(port):
 
 def test_another_producer_at_the_same_address_is_not_taken_for_the_old_one(consumer, library):
     """The port is the same, and so are the slot and the request: only the uid tells them apart."""
-    port = free_port()
+    port = networks.free_port()
     options = {**peers.LOOPBACK, "TCP_PORT_RANGE": f"{port}-{port}"}
     manifests = []
     consumer.call(peers.open_consumer, "1MiB", access="served")

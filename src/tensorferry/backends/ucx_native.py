@@ -35,8 +35,13 @@ from tensorferry.errors import (
 
 logger = logging.getLogger(__name__)
 
-# UCX's own defaults of 8K and 64K cost five times the bandwidth over tcp (docs/benchmarks.md).
-DEFAULTS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
+DEFAULTS = {
+    # UCX's own 8K and 64K cost five times the bandwidth over tcp (docs/benchmarks.md).
+    "TCP_TX_SEG_SIZE": "512k",
+    "TCP_RX_SEG_SIZE": "512k",
+    # Else UCX waits in connect() for a host that does not answer, for two minutes, and lets all others wait.
+    "TCP_CONN_NB": "y",
+}
 RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "all")
 
 # ucs_status_t, from UCX's ucs/type/status.h.
