@@ -7,44 +7,11 @@ Those that depend on nothing inside UCX run with the library that is chosen by d
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
-
-PREAMBLE = """
-import contextlib, gc, os, signal, sys, threading, time, warnings
-import torch
-import tensorferry
-from tensorferry import Consumer, Producer
-OPTIONS = {"backend_options": {"TLS": "tcp", "NET_DEVICES": "lo"}}
-PAYLOAD = {"x": torch.arange(100_000)}
-"""
-
-
-def start(script: str, library: str = "") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-c", PREAMBLE + textwrap.dedent(script)],
-        env={**os.environ, "TENSORFERRY_UCX": library},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(script: str, library: str = "") -> str:
-    """Run a script to its end, which must be a good one; return what it printed."""
-    process = start(script, library)
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, err) == (0, "")
-    return out
+from scripts import run, start
 
 
 @pytest.fixture(params=["served", "mapped"])
