@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_a_value_that_ucx_does_not_take_is_a_usage_error():
     assert ended.returncode == 1
     assert "UsageError" in ended.stderr
     assert "RNDV_THRESH=many" in ended.stderr
+
+
+def test_a_port_that_is_taken_is_a_backend_that_cannot_be_used():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        ended = run({"NET_DEVICES": "lo", "TCP_PORT_RANGE": f"{port}-{port}"})
+    assert ended.returncode == 1
+    assert "BackendUnavailableError" in ended.stderr
+    assert "busy" in ended.stderr
 
 
 def test_a_device_that_is_not_there_is_named():

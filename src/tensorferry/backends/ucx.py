@@ -22,6 +22,7 @@ from tensorferry.backends.ucx_native import (
     load_library,
     native_errors,
     offers_rdma,
+    start_worker,
 )
 from tensorferry.backends.ucx_offers import MappedKey, RdmaKey
 from tensorferry.backends.ucx_pool import UcxExportedPool
@@ -212,8 +213,7 @@ class UcxReader(Reader):
             if rdma not in self._workers:
                 context = create_context(self._options, self._device, rdma=rdma)
                 region = self._memory.register(context)
-                with native_errors("starting a UCX worker"):
-                    self._workers[rdma] = (_transport.Worker.create(context), region)
+                self._workers[rdma] = (start_worker(context), region)
             return self._workers[rdma]
 
     def poll(self, timeout: float) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -157,6 +158,41 @@ def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bo
         ) from error
 
 
+def start_worker(context: _transport.Context) -> _transport.Worker:
+    """Start a worker and its thread.
+
+    Raises:
+        BackendUnavailableError: UCX cannot, for example because TCP_PORT_RANGE has no free port.
+    """
+    try:
+        return _transport.Worker.create(context)
+    except _transport.TransportError as error:
+        raise BackendUnavailableError(
+            f"UCX cannot start a worker: {error} (status {error.status}); see backend_options and UCX_* in "
+            "the environment"
+        ) from error
+
+
+def register_memory(
+    context: _transport.Context, memory: _transport.Memory, memory_type: _transport.MemoryType
+) -> _transport.MemoryRegion:
+    """Register memory with a context; the region keeps both alive.
+
+    Raises:
+        RegistrationError: The locked-memory limit or the device does not allow it.
+    """
+    try:
+        return _transport.MemoryRegion.create(context, memory, memory_type)
+    except _transport.TransportError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        lockable = "any amount" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        raise RegistrationError(
+            f"UCX cannot register {memory.nbytes} bytes: {error} (status {error.status}). RDMA devices lock "
+            f"what they register, and this process may lock {lockable} (RLIMIT_MEMLOCK): raise that limit "
+            "(ulimit -l, or the container's ulimits), or make the pool smaller"
+        ) from error
+
+
 class PoolMemory:
     """Pool memory, its tensor, and its registrations; pinned where an accelerator is there."""
 
@@ -194,10 +230,7 @@ class PoolMemory:
         Raises:
             RegistrationError: The locked-memory limit or the device does not allow it.
         """
-        with native_errors(
-            f"registering a pool of {self.memory.nbytes} bytes (see RLIMIT_MEMLOCK, ulimit -l)"
-        ):
-            return _transport.MemoryRegion.create(context, self.memory, self.memory_type)
+        return register_memory(context, self.memory, self.memory_type)
 
     def close(self) -> None:
         """Unpin the memory and let go of it; it is freed with the last tensor over it.  Once only."""

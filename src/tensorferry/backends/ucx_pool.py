@@ -20,6 +20,8 @@ from tensorferry.backends.ucx_native import (
     host_mark,
     native_errors,
     offers_rdma,
+    register_memory,
+    start_worker,
     translate,
 )
 from tensorferry.backends.ucx_offers import MappedKey, RdmaKey, RemoteRange
@@ -83,11 +85,11 @@ class UcxExportedPool(ExportedPool):
     def _serve(self, context: _transport.Context, nbytes: int) -> tuple[bytes, bytes]:
         region = self._memory.register(context)
         self._regions.append(region)
-        with native_errors("starting a UCX worker"):
-            control = _transport.MemoryRegion.create(context, self._table.control, _transport.MemoryType.HOST)
-            self._regions.append(control)
-            worker = _transport.Worker.create(context)
-            self._workers.append(worker)
+        control = register_memory(context, self._table.control, _transport.MemoryType.HOST)
+        self._regions.append(control)
+        worker = start_worker(context)
+        self._workers.append(worker)
+        with native_errors("offering a pool"):
             worker.serve(self._table, region)
             key = RdmaKey(
                 RemoteRange(self._memory.memory.address, nbytes, region.pack_key()),
