@@ -13,7 +13,7 @@ SLACK = 3.0
 
 _ROUNDING = 0.05  # seconds between clocks that were read one after the other
 
-_SILENT = 1.0  # seconds; the library takes a silent peer for lost after two, not all of them spent waiting
+_PATIENCE = 2.0  # seconds that the library gives a producer which was silent when it was last asked
 
 Interval = tuple[float, float]
 
@@ -265,13 +265,13 @@ def excused(call: Call, caller: Life, publication: Publication | None) -> bool:
         return False
     if call.error in ("LeaseExpiredError", "LeaseRevokedError"):
         return publication.may_have_ended(call.ended)
-    if call.error == "PeerLostError" and _was_silent(call, publication.producer):
+    if call.error == "PeerLostError" and _was_silent(call):
         return True
     if call.error in ("PeerLostError", "ConnectError"):
         return publication.gone_by(call.ended)
     return False
 
 
-def _was_silent(call: Call, producer: Life) -> bool:
-    """Whether the producer was stopped for long enough to count as lost, after a timeout before."""
-    return producer.stopped_seconds(call.started, call.ended) >= _SILENT
+def _was_silent(call: Call) -> bool:
+    """Whether a producer counts as lost that had not answered in time before, and did not now."""
+    return "has been silent" in call.message and call.ended - call.started >= _PATIENCE - _ROUNDING

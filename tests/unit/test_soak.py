@@ -190,11 +190,11 @@ def test_a_lost_peer_is_explained_by_its_end_only():
         assert not excused(failed(error, ended=100.2), CALLER, publication(dead))
 
 
-def test_a_peer_that_was_stopped_for_long_counts_as_lost():
-    stopped = publication(Life("producer", stops=[(99.0, 101.5)]))
-    assert excused(failed("PeerLostError", ended=102.0), CALLER, stopped)
-    assert not excused(failed("PeerLostError", ended=100.5), CALLER, stopped)
-    assert not excused(failed("ConnectError", ended=102.0), CALLER, stopped)
+def test_a_silent_peer_counts_as_lost_when_it_has_had_its_time():
+    silent = failed("PeerLostError", ended=102.1, message="the producer has been silent for 3 seconds")
+    assert excused(silent, CALLER, publication())
+    assert not excused(replace(silent, ended=101.5), CALLER, publication())
+    assert not excused(replace(silent, message="reset"), CALLER, publication())
 
 
 def test_what_was_opened_after_a_close_is_not_gone():
