@@ -15,7 +15,7 @@ import torch
 import tensorferry
 from tensorferry import _transport
 from tensorferry.backends.base import SlotTicket
-from tensorferry.backends.ucx_native import DEFAULTS, load_library
+from tensorferry.backends.ucx_native import defaults_of, load_library
 
 LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
 POOL = 1 << 20
@@ -72,7 +72,10 @@ class RawClient:
 
     def __init__(self, address: bytes, *, remote_memory: bool = False) -> None:
         context = _transport.Context.create(
-            load_library(), defaults=DEFAULTS, options=LOOPBACK, remote_memory=remote_memory
+            load_library(),
+            defaults=defaults_of(load_library()),
+            options=LOOPBACK,
+            remote_memory=remote_memory,
         )
         self.memory = _transport.Memory.allocate(POOL)
         self.region = _transport.MemoryRegion.create(context, self.memory, _transport.MemoryType.HOST)
@@ -178,7 +181,7 @@ def test_the_same_get_reads_foreign_memory_of_an_rdma_worker_over_tcp() -> None:
     """Shows that the attack above bites where UCX emulates remote memory access."""
     secret = torch.full((64,), SECRET, dtype=torch.uint8)  # registered with nobody
     context = _transport.Context.create(
-        load_library(), defaults=DEFAULTS, options=LOOPBACK, remote_memory=True
+        load_library(), defaults=defaults_of(load_library()), options=LOOPBACK, remote_memory=True
     )
     victim = _transport.Worker.create(context)
     attacker = RawClient(victim.address, remote_memory=True)

@@ -137,6 +137,30 @@ def test_a_cable_cut_in_mid_transfer(hosts, cable, access):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
+def test_a_host_that_is_gone_is_found_in_seconds_without_anybody_asking(hosts, cable):
+    """The connection is idle, and the cable cut without a word; UCX's own settings take 16 seconds."""
+    producer, consumer = hosts
+    open_both(hosts, cable)
+    manifest = producer.call(peers.publish, "a", payloads.of_size, MIB, lease=600.0)
+    consumer.call(peers.pull, manifest, release=False)
+    assert consumer.call(broken_connections) == [False]
+    cable.cut()
+    try:
+        end = time.monotonic() + 30
+        while not all(consumer.call(broken_connections)):
+            assert time.monotonic() < end, "the connection still counts as whole"
+            time.sleep(0.2)
+    finally:
+        cable.mend()
+    pull_once_it_works(consumer, manifest, payloads.of_size, MIB)
+
+
+def broken_connections(namespace):
+    reader = namespace.consumer._receiver._reader
+    return [connection.broken for connection in reader._connections.values()]
+
+
 @pytest.fixture(scope="module")
 def lossy():
     with networks.lossy_cable() as one:

@@ -42,7 +42,15 @@ DEFAULTS = {
     "TCP_RX_SEG_SIZE": "512k",
     # Else UCX waits in connect() for a host that does not answer, for two minutes, and lets all others wait.
     "TCP_CONN_NB": "y",
+    # A host that is gone without a word is found in about six seconds on an idle connection, in ten where
+    # bytes wait for it; UCX's and the kernel's defaults take 16 seconds and a quarter of an hour.
+    "TCP_KEEPIDLE": "3s",
+    "TCP_KEEPINTVL": "1s",
+    "TCP_KEEPCNT": "3",
+    "TCP_USER_TIMEOUT": "10s",
+    "TCP_SYN_CNT": "3",
 }
+_SINCE = {"TCP_USER_TIMEOUT": (1, 22), "TCP_SYN_CNT": (1, 17)}  # before, UCX does not take them
 RDMA_TRANSPORTS = ("ib", "rc", "dc", "ud", "all")
 
 # ucs_status_t, from UCX's ucs/type/status.h.
@@ -127,6 +135,12 @@ def offers_rdma(options: Mapping[str, str]) -> bool:
     return bool(rdma_devices()) and any(part.startswith(RDMA_TRANSPORTS) for part in allowed.split(","))
 
 
+def defaults_of(library: _transport.Library) -> dict[str, str]:
+    """Return our settings as far as this version of UCX has them."""
+    version = tuple(int(part) for part in library.version.split(".")[:2])
+    return {name: value for name, value in DEFAULTS.items() if version >= _SINCE.get(name, (0, 0))}
+
+
 def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bool) -> _transport.Context:
     """Create a context for served reads, or with ``rdma`` one that offers remote memory access.
 
@@ -146,7 +160,10 @@ def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bo
     library = load_library()
     try:
         return _transport.Context.create(
-            library, defaults={**DEFAULTS, "TLS": transports}, options=dict(options), remote_memory=rdma
+            library,
+            defaults={**defaults_of(library), "TLS": transports},
+            options=dict(options),
+            remote_memory=rdma,
         )
     except _transport.TransportError as error:
         if error.status == _UCS_INVALID_PARAM:
