@@ -158,12 +158,10 @@ def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bo
     if device.type == "cuda":
         transports += ",cuda"
     library = load_library()
+    defaults = {**defaults_of(library), "TLS": transports}
     try:
         return _transport.Context.create(
-            library,
-            defaults={**defaults_of(library), "TLS": transports},
-            options=dict(options),
-            remote_memory=rdma,
+            library, defaults=defaults, options=dict(options), remote_memory=rdma
         )
     except _transport.TransportError as error:
         if error.status == _UCS_INVALID_PARAM:
