@@ -177,15 +177,16 @@ def start_worker(context: _transport.Context) -> _transport.Worker:
     """Start a worker and its thread.
 
     Raises:
+        RegistrationError: The system has too little of some memory.
         BackendUnavailableError: UCX cannot, for example because TCP_PORT_RANGE has no free port.
     """
     try:
         return _transport.Worker.create(context)
     except _transport.TransportError as error:
-        raise BackendUnavailableError(
-            f"UCX cannot start a worker: {error} (status {error.status}); see backend_options and UCX_* in "
-            "the environment"
-        ) from error
+        known = translate(error, "starting a UCX worker")
+        if isinstance(known, RegistrationError):
+            raise known from error
+        raise BackendUnavailableError(f"{known}; see backend_options and UCX_* in the environment") from error
 
 
 def register_memory(
