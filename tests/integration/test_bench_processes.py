@@ -99,6 +99,27 @@ def hidden_packages() -> str:
     return str(folder)
 
 
+def raw_ucp() -> str:
+    """Return the program that ``scripts/check`` has built, or that is named."""
+    built = Path(__file__).parents[2] / "build" / "check-Release" / "bench" / "raw_ucp"
+    program = os.environ.get("TENSORFERRY_RAW_UCP", str(built))
+    if not os.access(program, os.X_OK):
+        pytest.skip(f"{program} is not built; scripts/check does")
+    return program
+
+
+@pytest.mark.parametrize("size", ["1", "100KiB", "3MiB"])
+def test_the_limits_of_ucx_are_measured_by_a_program(size: str, tmp_path: Path):
+    out = tmp_path / "all.json"
+    options = ["--limit", "--access", "served", "--rounds", "1", "--json", str(out)]
+    run("loopback", "--payload", "one", "--sizes", size, *options, TENSORFERRY_RAW_UCP=raw_ucp())
+    limits = [one for one in json.loads(out.read_text())["series"] if one["family"] == "limit"]
+    assert len(limits) == 4
+    for one in limits:
+        check_series(one, 1)
+    assert limits[-1]["about"]["TCP_TX_SEG_SIZE"]
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -50,6 +50,9 @@ _CHUNK_WORDS = 1 << 17
 _MANY = 64
 _HELD_TWICE_NBYTES = 64 << 20
 
+_CALLS = ((64 << 10, 200), (1 << 20, 100), (16 << 20, 30), (128 << 20, 10), (512 << 20, 5))
+_FEWEST_CALLS = 3
+
 
 class WrongBytesError(IntegrityError):
     """A peer brought something else than what was sent."""
@@ -75,10 +78,10 @@ class Payload:
     @property
     def calls(self) -> int:
         """How often it is sent in a round, for each peer alike: more often the faster it goes."""
-        for limit, calls in ((64 << 10, 200), (1 << 20, 100), (16 << 20, 30), (128 << 20, 10)):
+        for limit, calls in _CALLS:
             if self.nbytes <= limit:
                 return calls
-        return 5
+        return _FEWEST_CALLS
 
     @property
     def warm_up(self) -> int:

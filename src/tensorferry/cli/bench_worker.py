@@ -25,9 +25,9 @@ from tensorferry.cli.bench_peers.base import Job, Tensors
 from tensorferry.errors import UsageError
 
 LOOP_SECONDS = 20.0
-"""After so long a round ends, whatever is left of its calls; five are made in any case."""
+"""After so long a round ends, whatever is left of its calls; three are made in any case."""
 
-_FEWEST_CALLS = 5
+_FEWEST_CALLS = 3
 _GO, _END = b"go", b"end"
 
 

@@ -48,7 +48,7 @@ class Alone:
         return Received([tensors], packed_at, landing=time.perf_counter() - packed_at)
 
     def _copy_once(self, tensors: Tensors) -> Received:
-        source = packed.flat(next(iter(tensors.values()))).numpy()
+        source = packed.flat(next(iter(tensors.values()))).cpu().numpy()
         target = self._pool.numpy()[: source.nbytes]
         arrived = time.perf_counter()
         np.copyto(target, source)

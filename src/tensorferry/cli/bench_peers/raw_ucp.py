@@ -25,9 +25,8 @@ REQUIREMENT = ""
 
 PROGRAM = "raw_ucp"
 _BUILD = (
-    "cmake -S transport -B build/bench -DTENSORFERRY_BENCH=ON -DTENSORFERRY_BINDINGS=OFF && "
-    f"cmake --build build/bench, then run from there, or name build/bench/bench/{PROGRAM} in "
-    "TENSORFERRY_RAW_UCP"
+    "cmake -S transport -B build/bench -DTENSORFERRY_BENCH=ON && cmake --build build/bench; it is looked for "
+    "there, on PATH, and where TENSORFERRY_RAW_UCP says"
 )
 
 
