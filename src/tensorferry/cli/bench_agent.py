@@ -30,7 +30,6 @@ from tensorferry.errors import UsageError
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """What the environment says to libraries that start threads of their own."""
 
-_GRACE_SECONDS = 5.0
 _TAIL_NBYTES = 2000
 _PR_SET_PDEATHSIG = 1
 
@@ -143,9 +142,8 @@ def _told(error: BaseException) -> str:
 
 
 def _bury(child: _Child) -> None:
-    """Wait for a child that has ended or whose harness has gone, and say how it ended if it did not."""
-    if not select.select([child.pidfd], [], [], _GRACE_SECONDS)[0]:
-        child.kill()
+    """End a child whose harness has gone, or that has ended; then say how, unless it ended well."""
+    child.kill()
     _, status = os.waitpid(child.pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code:
@@ -154,7 +152,6 @@ def _bury(child: _Child) -> None:
         ended = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         with suppress(LinkLostError):
             child.link.tell({"error": f"its process {ended}\n{tail}".strip(), "lost": False})
-    child.kill()  # what it may have left behind
     os.close(child.pidfd)
     child.link.close()
     child.log.close()
