@@ -6,6 +6,7 @@ Times are asserted only with so much room that a busy machine does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 
@@ -293,3 +294,32 @@ def test_a_consumer_that_dies_in_mid_read_costs_its_lease_only(consumer, victim)
     victim.kill()
     assert producer.call(peers.wait_released, "a", 20)
     producer.call(peers.publish, "b", payloads.of_size, 60 * MIB)  # the pool is whole again
+
+
+@pytest.mark.slow
+def test_a_consumer_that_stops_in_mid_read_gives_its_slot_back(consumer, victim, library):
+    """The kernel ends the connection of a peer that takes no bytes; other consumers go on."""
+    if library == "system":
+        pytest.skip("UCX before 1.22 has no TCP_USER_TIMEOUT: the slot is held until the connection ends")
+    consumer.call(peers.open_producer, "768MiB", access="served")
+    consumer.call(peers.open_consumer, "1MiB", access="served")
+    victim.call(peers.open_consumer, "256MiB", access="served")
+    victim.call(peers.pull, consumer.call(peers.publish, "warm", payloads.of_size, KIB))
+    for turn in range(40):
+        manifest = consumer.call(peers.publish, str(turn), payloads.of_size, 256 * MIB, lease=1.0, timeout=60)
+        victim.start(peers.pull, manifest)
+        time.sleep(0.005 * (turn % 8))
+        victim.signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        if consumer.call(peers.statistics, "producer")["draining"]:
+            break
+        victim.signal(signal.SIGCONT)
+        with contextlib.suppress(peers.RemoteError):
+            victim.result()
+    else:
+        pytest.fail("no read was caught in the middle")
+    assert consumer.call(peers.wait_released, str(turn), 60)
+    other = consumer.call(peers.publish, "other", payloads.of_size, KIB)
+    assert consumer.call(peers.pull_and_compare, other, payloads.of_size, KIB) == ""
+    victim.signal(signal.SIGCONT)
+    fails(victim, "PeerLostError", "LeaseExpiredError")
