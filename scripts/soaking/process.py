@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -127,7 +128,8 @@ def failed(call: Call, error: BaseException) -> Call:
 
 
 def resources() -> dict[str, int]:
-    """Return what this process holds of the system's."""
+    """Return what this process holds of the system's, without what only waits for the collector."""
+    gc.collect()
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     with open("/proc/self/maps") as maps:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -30,7 +32,8 @@ class Landing:
         self.nbytes = pool.numel()
         self._lock = threading.Lock()
         self._quarantine: list[tuple[Read, Loan]] = []
-        self._room = Room(pool.numel(), BLOCK_NBYTES, owner=owner, poll=self.sweep)
+        sweep = weakref.WeakMethod(self.sweep)  # else this and the room would keep each other alive
+        self._room = Room(pool.numel(), BLOCK_NBYTES, owner=owner, poll=lambda: _call(sweep))
 
     @property
     def allocated_nbytes(self) -> int:
@@ -100,3 +103,9 @@ class Landing:
     def drop(self) -> None:
         """Let go of the memory; it is freed with the last tensor over it."""
         self.pool = self.pool.new_empty(0)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()

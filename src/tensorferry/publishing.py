@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -139,8 +140,9 @@ class Publisher:
         self._key = key
         self._checksum: Checksum | None = checksum
         self._name = name
-        self._woken = threading.Event()
-        self.dispatcher = Dispatcher(lifetime.what, self._sleep, self._woken.set)
+        woken = threading.Event()
+        # Nothing of ours that refers to this object: it would live until the collector comes.
+        self.dispatcher = Dispatcher(lifetime.what, partial(_sleep, woken), woken.set)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -241,10 +243,6 @@ class Publisher:
             self.dispatcher.join(deadline.remaining())
         self.pool = self.pool.new_empty(0)  # the memory goes with the last tensor over it
 
-    def _sleep(self, timeout: float) -> None:
-        self._woken.wait(timeout)
-        self._woken.clear()
-
     def _announce(self, terms: Terms, held: Held, payload: Placed, started: float) -> bytes:
         """Admit a slot that has its bytes, and return the manifest."""
         specs = self._specs(held, payload)
@@ -289,3 +287,9 @@ class Publisher:
             )
         )
         return list(map(TensorSpec._make, rows))
+
+
+def _sleep(woken: threading.Event, timeout: float) -> None:
+    """Wait to be woken, for the dispatcher."""
+    woken.wait(timeout)
+    woken.clear()

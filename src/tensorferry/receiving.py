@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -60,7 +61,8 @@ class Receiver:
         self, reader: Reader, access: Access | Literal["auto"], lifetime: Lifetime, key: bytes | None
     ) -> None:
         self.landing = Landing(reader.pool, lifetime.what)
-        self.dispatcher = Dispatcher(lifetime.what, self._sleep, reader.wake)
+        # Nothing of ours that refers to this object: it would live until the collector comes.
+        self.dispatcher = Dispatcher(lifetime.what, partial(_sleep, reader, self.landing), reader.wake)
         self.device = reader.pool.device
         self._reader = reader
         self._lifetime = lifetime
@@ -192,11 +194,6 @@ class Receiver:
         self._reader.close(deadline.remaining())
         self.landing.drop()
 
-    def _sleep(self, timeout: float) -> None:
-        """Wait for reads, for the dispatcher."""
-        self._reader.poll(min(timeout, SWEEP_SECONDS) if self.landing.is_short else timeout)
-        self.landing.sweep()
-
     def _counted(self, order: Order, attempt: Steps[tuple[Connection, _T]]) -> Steps[_T]:
         connection, result = yield from attempt
         with self._lock:
@@ -322,3 +319,9 @@ class Receiver:
             if repr(order.manifest.request_id) not in text:
                 error.args = (f"{order}: {text}", *error.args[1:])
             raise
+
+
+def _sleep(reader: Reader, landing: Landing, timeout: float) -> None:
+    """Wait for reads, for the dispatcher."""
+    reader.poll(min(timeout, SWEEP_SECONDS) if landing.is_short else timeout)
+    landing.sweep()

@@ -206,6 +206,46 @@ def test_closing_twice_from_several_threads_and_without_any_peer(library, access
     assert out == "1\n"
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_closed_is_gone_without_the_collector(library, access, kept):
+    """Also what somebody still refers to, but for the segment in which peers saw that it is closed."""
+    out = run(
+        f"""
+        warnings.simplefilter("ignore")
+        def held():
+            with open("/proc/self/maps") as maps:
+                shared = {{line.split()[4] for line in maps if "/memfd:" in line}}
+            return len(shared), len(os.listdir("/proc/self/fd"))
+        def use():
+            producer = Producer("4MiB", access={access!r}, **OPTIONS)
+            consumer = Consumer("4MiB", **OPTIONS)
+            manifest = producer.publish("a", PAYLOAD)
+            consumer.pull(manifest, release=False)
+            consumer.start_pull(manifest, release=False).result()
+            with consumer.borrow(manifest):
+                pass
+            with producer.reserve("b", 4096) as reservation:
+                reservation.empty("x", (10,), torch.uint8)
+            producer.start_publish("c", PAYLOAD).result()
+            consumer.close(), producer.close()
+            return producer, consumer
+        use()
+        gc.collect()
+        gc.disable()
+        before = held()
+        all_of_them = [use() for _ in range(5)]
+        if not {kept}:
+            del all_of_them
+        now = held()
+        print(now[0] - before[0], now[1] - before[1])
+        """,
+        library,
+        within=SOON,
+    )
+    segments, descriptors = map(int, out.split())
+    assert (segments, descriptors) == ((5, 5) if kept else (0, 0))
+
+
 def test_closing_wakes_everyone_who_waits(library, stuck_with):
     """For room to publish, for room to land, for a release, for bytes, for a connection; as requests, too."""
     started = time.monotonic()

@@ -139,5 +139,7 @@ class UcxExportedPool(ExportedPool):
             worker.close(max(0.0, deadline - time.monotonic()))
         for region in self._regions:
             region.close()
+        # Somebody may keep the closed object for long, an error that refers to it for example.
+        self._workers.clear()
         self._regions.clear()
         self._memory.close()
