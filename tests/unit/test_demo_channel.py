@@ -20,9 +20,16 @@ def pair() -> tuple[demo_channel.Channel, socket.socket]:
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("host:1", ("host", 1)), ("127.0.0.1:65535", ("127.0.0.1", 65535)), ("[::1]:80", ("::1", 80))],
+    [
+        ("host:1", ("host", 1)),
+        ("127.0.0.1:65535", ("127.0.0.1", 65535)),
+        ("[::1]:80", ("::1", 80)),
+        ("[2605:340::1]:16051", ("2605:340::1", 16051)),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1)),
+    ],
 )
 def test_addresses(text: str, address: tuple[str, int]):
+    """kvcache-ai/Mooncake#470, vllm-project/vllm-ascend#4103: addresses of IPv6 were cut at a colon."""
     assert demo_channel.parse_address(text) == address
 
 
