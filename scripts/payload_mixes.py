@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -53,8 +54,16 @@ MIXES: dict[str, Callable[[random.Random], int]] = {
 """
 
 
+@functools.cache
 def moments(mix: str, draws: int = 20_000) -> tuple[float, float]:
     """Return the mean size and the mean of the sizes' squares."""
     rng = random.Random(mix)
     sizes = [MIXES[mix](rng) for _ in range(draws)]
     return sum(sizes) / draws, sum(size * size for size in sizes) / draws
+
+
+@functools.cache
+def largest(mix: str) -> int:
+    """Return about the largest size that there is."""
+    rng = random.Random(mix)
+    return max(MIXES[mix](rng) for _ in range(20_000))
