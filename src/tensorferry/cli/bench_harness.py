@@ -30,7 +30,7 @@ from tensorferry.errors import TensorferryError
 PATIENCE_SECONDS = 90.0
 """Of a pair of processes that says nothing, with more for payloads that take long to build."""
 
-_BYTES_PER_SECOND = 50e6
+_BYTES_PER_SECOND = 25e6
 _START_SECONDS = 60.0
 _LEAVE_SECONDS = 20.0
 
@@ -163,7 +163,7 @@ def run_cell(place: Place, row: Row, payload: Payload) -> tuple[bench_results.Ro
         "device": place.device,
         "one_host": place.one_host,
     }
-    patience = PATIENCE_SECONDS + nbytes / _BYTES_PER_SECOND
+    patience = PATIENCE_SECONDS + row.batch * nbytes / _BYTES_PER_SECOND
     with ExitStack() as stack:
         consumer = stack.enter_context(_connect(place.consumer))
         links = {"consumer": consumer}
