@@ -188,6 +188,19 @@ def test_the_pair_script_collects_one_report(tmp_path: Path):
     assert json.loads((out / "bench.json").read_text())["series"]
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a network namespace")
+def test_peers_that_listen_everywhere_are_reachable_by_nobody():
+    code = (
+        "import socket; from tensorferry.cli import bench_namespace; "
+        "assert bench_namespace.enter() == ''; print(socket.if_nameindex()); "
+        "listener = socket.create_server(('', 0)); "
+        "socket.create_connection(('127.0.0.1', listener.getsockname()[1]), timeout=5)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout) == ("", "[(1, 'lo')]\n")
+
+
 # ---- peers that fail ----------------------------------------------------------------------------
 
 

@@ -226,7 +226,7 @@ def _place(arguments: argparse.Namespace, report: Report, stack: ExitStack) -> P
     if inside:
         options["NET_DEVICES"] = "lo"
         alone = bench_namespace.enter()
-        report.settings["network"] = "a namespace with lo only" if not alone else f"the host's; {alone}"
+        report.settings["network"] = "a namespace with lo only" if not alone else f"the host's: {alone}"
     else:
         report.settings["network"] = "the host's"
     settings = {name: value for name, value in options.items() if value}
@@ -256,7 +256,7 @@ def _usable(place: Place, rows: list[Row], report: Report) -> list[Row]:
         if row.one_host and not place.one_host:
             reasons.setdefault(row.name, "needs both processes on one host")
         if row.listens and place.one_host and not listens.startswith("a namespace"):
-            reasons.setdefault(row.name, f"listens on every interface, and there is {listens}")
+            reasons.setdefault(row.name, f"listens on every interface, and the network is {listens}")
     report.skipped = reasons
     return [row for row in rows if row.name not in reasons]
 

@@ -24,7 +24,7 @@ def enter() -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         error = os.strerror(ctypes.get_errno())
-        return f"no network namespace of its own: {error}; run it as root, or by `unshare -rn`"
+        return f"no namespace of its own ({error}); run it as root, or by `unshare -rn`"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", _IFF_UP | _IFF_RUNNING))
     return ""
