@@ -75,6 +75,7 @@ void Endpoint::request_all(const std::shared_ptr<Read>& read, const Ticket& tick
   header.index = ticket.index;
   header.generation = ticket.generation;
   header.token = ticket.token;
+  if (!spans.empty()) read->validation_ = std::make_unique<ReadRequest>(header);
   const bool posted = worker_->post(
       [worker = worker_.get(), connection = connection_, read, header, spans, targets = std::move(targets), type] {
         worker->begin(read, connection, spans.empty() ? 1 : spans.size());
@@ -169,12 +170,14 @@ void Worker::open_connection(const std::shared_ptr<Connection>& connection, cons
   params.err_handler.cb = on_failure;
   params.err_handler.arg = connection.get();
   library().check(library().ucp_ep_create(handle_, &params, &connection->handle), "connecting to the peer");
+  connection->address = address;
   connections_.emplace(connection.get(), connection);
 }
 
 // UCX calls this inside progress: it only marks, sweep_failed() closes.
 void Worker::on_failure(void* argument, ucp_ep_h, ucs_status_t status) {
   auto* connection = static_cast<Connection*>(argument);
+  connection->lost = true;
   int none = 0;
   if (connection->failure.compare_exchange_strong(none, status, std::memory_order_acq_rel)) {
     connection->worker->failed_.push_back(connection);
@@ -200,6 +203,15 @@ void Worker::close_connection(Connection& connection, bool force) {
     drop_requests(read);
   }
 
+  // A peer that is answering an emulated get must not lose its connection: UCX would abort it.
+  if (force && context_->remote_memory()) connection.socket = {};
+  if (force && !stopping_) {
+    // UCX finds the connection ended, reads what has come before, and lets go of its memory.
+    connection.socket.shut();
+    for (int round = 0; round < kRounds && connection.socket.open() && !connection.lost; ++round) {
+      library().ucp_worker_progress(handle_);
+    }
+  }
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   params.flags = force ? UCP_EP_CLOSE_FLAG_FORCE : 0;
@@ -224,6 +236,7 @@ bool Worker::reap_closed() {
     }
     for (const auto& key : connection.keys) library().ucp_rkey_destroy(key->handle);
     connection.keys.clear();
+    connection.socket.shut();  // UCX leaves it open
     if (connection.closed) connection.closed->set_value();
     connection.closed.reset();
     closing_[i] = std::move(closing_.back());

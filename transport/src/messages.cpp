@@ -102,10 +102,65 @@ void Worker::reply(ucp_ep_h endpoint, const ReadRequest& request, int status, st
   const bool reading = status == 0 && request.kind == ReadKind::kData;
   Payload payload;
   if (reading && request.nbytes > 0) payload = {pool_->data() + pool_offset, request.nbytes, pool_->memory_type()};
-  send(endpoint, kReplyMessage, &header, sizeof header, 0, payload,
-       [table = table_, index = request.index, reading](int) {
-         if (reading) table->end_read(index);
-       });
+  std::function<void(int)> done = [](int) {};
+  if (reading) {
+    const auto serving = serving_.insert(serving_.end(), {endpoint, request.request, request.index});
+    done = [this, serving](int) {
+      table_->end_read(serving->index);
+      serving_.erase(serving);
+    };
+  }
+  Peer& peer = peers_[endpoint];
+  const auto answer = [&] { send(endpoint, kReplyMessage, &header, sizeof header, 0, payload, done); };
+  // UCX uses the memory of endpoints again, and a new connection begins with a hello.
+  if (request.kind == ReadKind::kHello || (peer.socket.known() && !peer.socket.open())) peer = {};
+  if (peer.socket.open() || peer.tries >= kTries) return answer();
+  ++peer.tries;
+  peer.socket = TcpSocket::written_by(answer, address_, TcpSocket::Side::kAccepted);
+  forget_peers();
+}
+
+// Endpoints that UCX made for peers go away without a word.
+void Worker::forget_peers() {
+  if (peers_.size() < peers_limit_) return;
+  for (auto one = peers_.begin(); one != peers_.end();)
+    one = one->second.socket.open() ? std::next(one) : peers_.erase(one);
+  peers_limit_ = 2 * peers_.size() + kPeers;
+}
+
+// A peer that does not take what it asked for would hold the slot as long as it likes.
+void Worker::cut_off_overdue(Clock::time_point now) {
+  if (serving_.empty() || now - looked_ < kLook) return;
+  looked_ = now;
+  std::unordered_set<ucp_ep_h> stuck;
+  for (const Serving& one : serving_) {
+    if (!one.cut && table_->overdue(one.index, now) != 0) stuck.insert(one.endpoint);
+  }
+  for (const ucp_ep_h endpoint : stuck) cut_off(endpoint, now);
+}
+
+// Ends the connection, by which UCX ends all sends on it.  Closing an endpoint that UCX made by itself would
+// not do: UCX may have destroyed it already, and its tcp transport then uses memory that it has freed (1.22).
+void Worker::cut_off(ucp_ep_h endpoint, Clock::time_point now) {
+  std::vector<ReadReply> farewells;
+  for (Serving& one : serving_) {
+    if (one.endpoint != endpoint || one.cut) continue;
+    one.cut = true;
+    if (const int status = table_->overdue(one.index, now); status != 0) {
+      farewells.push_back({one.request, status, kProtocol});
+    }
+  }
+  // The endpoint is alive: one of its sends has not ended.
+  const auto say = [&] {
+    for (const ReadReply& one : farewells) send(endpoint, kReplyMessage, &one, sizeof one, 0, {}, [](int) {});
+  };
+  TcpSocket socket = peers_[endpoint].socket;
+  if (socket.open()) {
+    say();
+  } else {
+    socket = TcpSocket::written_by(say, address_, TcpSocket::Side::kAccepted);
+  }
+  socket.shut();
 }
 
 ucs_status_t Worker::on_notify(void* argument, const void* header, std::size_t header_nbytes, void*, std::size_t nbytes,
@@ -126,16 +181,39 @@ ucs_status_t Worker::on_reply(void* argument, const void* header, std::size_t he
   ReadReply reply;
   if (!parse(header, header_nbytes, reply)) return UCS_OK;
   auto found = worker->served_.extract(reply.request);
-  if (found.empty()) return UCS_OK;  // abandoned, or never asked for
+  if (found.empty()) {  // abandoned, never asked for, or cut off
+    if (reply.status != 0) worker->on_cut_off(reply.request, checked_status(reply.status));
+    return UCS_OK;
+  }
   const ServedRead served = std::move(found.mapped());
+  if (reply.status == 0) worker->locate(*served.read->connection_);
   int status = checked_status(reply.status);
   if (status == 0 && nbytes != served.nbytes) status = kProtocolViolation;
-  if (status == 0 && nbytes > 0) return worker->receive(served, data, parameters->recv_attr);
+  if (status == 0 && nbytes > 0) return worker->receive(reply.request, served, data, parameters->recv_attr);
   worker->end_operation(served.read, status);
   return UCS_OK;
 }
 
-ucs_status_t Worker::receive(const ServedRead& served, void* data, std::uint64_t attributes) {
+// Learns which socket the connection uses, by sending something that means nothing.
+void Worker::locate(Connection& connection) {
+  if (connection.handle == nullptr || connection.tries >= kTries || connection.socket.open()) return;
+  ++connection.tries;
+  const NotifyRequest nothing{kProtocol, 0, 0, {}, {}, 0, 0, {}};
+  connection.socket = TcpSocket::written_by(
+      [&] { send(connection.handle, kNotifyMessage, &nothing, sizeof nothing, 0, {}, [](int) {}); }, connection.address,
+      TcpSocket::Side::kConnected);
+}
+
+// The producer takes back what it is sending, and will close the connection.
+void Worker::on_cut_off(std::uint64_t id, int status) {
+  const auto found = receiving_.find(id);
+  if (found == receiving_.end()) return;
+  Connection* connection = found->second->connection_.get();
+  fail(found->second, status);
+  on_failure(connection, nullptr, UCS_ERR_CONNECTION_RESET);
+}
+
+ucs_status_t Worker::receive(std::uint64_t id, const ServedRead& served, void* data, std::uint64_t attributes) {
   const bool rendezvous = (attributes & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
   if (!rendezvous && served.type == UCS_MEMORY_TYPE_HOST) {
     std::memcpy(served.destination, data, served.nbytes);
@@ -145,8 +223,9 @@ ucs_status_t Worker::receive(const ServedRead& served, void* data, std::uint64_t
   struct Receiving {
     Worker* worker;
     std::shared_ptr<Read> read;
+    std::uint64_t id;
   };
-  auto receiving = std::make_unique<Receiving>(Receiving{this, served.read});
+  auto receiving = std::make_unique<Receiving>(Receiving{this, served.read, id});
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   params.memory_type = served.type;
@@ -154,13 +233,16 @@ ucs_status_t Worker::receive(const ServedRead& served, void* data, std::uint64_t
   params.cb.recv_am = [](void* request, ucs_status_t status, std::size_t, void* argument) {
     const std::unique_ptr<Receiving> ended(static_cast<Receiving*>(argument));
     ended->worker->library().ucp_request_free(request);
+    ended->worker->receiving_.erase(ended->id);
     ended->worker->end_operation(ended->read, status);
   };
+  receiving_.emplace(id, served.read);  // before UCX may call back
   void* request = library().ucp_am_recv_data_nbx(handle_, data, served.destination, served.nbytes, &params);
   if (UCS_PTR_IS_PTR(request)) {
     (void)receiving.release();  // ended by the callback
     return UCS_INPROGRESS;
   }
+  receiving_.erase(id);
   end_operation(served.read, UCS_PTR_RAW_STATUS(request));
   return UCS_OK;
 }

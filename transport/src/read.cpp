@@ -70,6 +70,10 @@ bool Read::finished() {
 
 namespace {
 
+// A producer cuts a read off no sooner than its grace after it was asked: data that came in half
+// of that time is the slot's.
+constexpr SlotTable::Clock::duration kTrust = SlotTable::kGrace / 2;
+
 // Travels through UCX as the user data of one get or receive.
 struct Pending {
   Worker* worker;
@@ -82,6 +86,7 @@ void Worker::begin(const std::shared_ptr<Read>& read, const std::shared_ptr<Conn
                    std::size_t operations) {
   read->connection_ = connection;
   read->outstanding_ = operations;
+  read->begun_ = Clock::now();
   reads_.insert(read);
   connection->reads.insert(read);
 }
@@ -120,14 +125,17 @@ void Worker::get(const std::shared_ptr<Read>& read, void* destination, std::uint
 
 void Worker::end_operation(const std::shared_ptr<Read>& shared, int status) {
   const std::shared_ptr<Read> read = shared;  // the caller's may die with what is erased below
-  if (status != 0 && read->error_ == 0) {
-    // A lost connection says more than the code that each of its operations ends with.
-    const int failure = read->connection_->failure.load(std::memory_order_relaxed);
-    read->error_ = failure != 0 ? failure : status;
-    read->finish(read->error_);
-    drop_requests(read);
-  }
+  // A lost connection says more than the code that each of its operations ends with.
+  const int failure = read->connection_->failure.load(std::memory_order_relaxed);
+  if (status != 0) fail(read, failure != 0 ? failure : status);
   if (--read->outstanding_ > 0) return;
+  if (read->error_ == 0 && read->validation_ != nullptr && !read->finished() && Clock::now() - read->begun_ > kTrust) {
+    // The producer may have cut this read off long ago.  Over tcp nothing comes after that; but a device
+    // that reads the producer's memory by itself would not notice, so the producer is asked once more.
+    const std::unique_ptr<ReadRequest> header = std::move(read->validation_);
+    read->outstanding_ = 1;
+    return request(read, *header, nullptr, UCS_MEMORY_TYPE_HOST);
+  }
   if (read->error_ == 0 && read->word_key_ != nullptr && !read->finished()) {
     // Only now, with all data here, does the word say what that data belongs to.
     const std::shared_ptr<const RemoteKey> key = std::move(read->word_key_);
@@ -140,6 +148,14 @@ void Worker::end_operation(const std::shared_ptr<Read>& shared, int status) {
   read->connection_->reads.erase(read);
   read->connection_.reset();
   reads_.erase(read);
+}
+
+// Ends the batch for the caller, if it has not failed before; its operations end by themselves.
+void Worker::fail(const std::shared_ptr<Read>& read, int status) {
+  if (read->error_ != 0) return;
+  read->error_ = status;
+  read->finish(status);
+  drop_requests(read);
 }
 
 // Forgets requests that have no answer yet: whatever still comes for them is refused.

@@ -83,6 +83,7 @@ void SlotTable::retire(std::uint32_t index, bool revoked) {
   Slot& slot = slots_[index];
   slot.admitted = false;
   slot.revoked = revoked;
+  slot.withdrawn = Clock::now();
   // The word changes before the memory can: a reader that still finds its generation afterwards
   // has read nothing newer.  The fence keeps later writes of the pool behind this store.
   const std::uint64_t word = revoked ? slot.ticket.generation | kRevokedBit : 0;
@@ -125,6 +126,13 @@ void SlotTable::end_read(std::uint32_t index) {
   if (--slot.readers > 0 || slot.admitted) return;
   free_.push_back(index);
   enqueue({NotificationKind::kDrained, index, slot.ticket.generation, {}, {}});
+}
+
+int SlotTable::overdue(std::uint32_t index, Clock::time_point now) const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  const Slot& slot = slots_[index];
+  if (slot.admitted || now - slot.withdrawn < kGrace) return 0;
+  return closed_ ? kPeerGone : slot.revoked ? kLeaseRevoked : kLeaseExpired;
 }
 
 int SlotTable::greet(const ReadRequest& request) const {

@@ -181,6 +181,7 @@ void Worker::run() {
     busy = sweep_failed() || busy;
     busy = reap_closed() || busy;
     const Clock::time_point now = Clock::now();
+    cut_off_overdue(now);
     if (stopping_) {
       const bool expired = now >= stop_deadline_;
       const bool serving = table_ != nullptr && table_->running_reads() > 0;
@@ -223,7 +224,8 @@ void Worker::sleep() {
   }
   if (idle && library().ucp_worker_arm(handle_) == UCS_OK) {
     pollfd events[2] = {{event_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
-    poll(events, 2, -1);
+    // Who is being served may have to be cut off, with no event to say so.
+    poll(events, 2, serving_.empty() ? -1 : static_cast<int>(kLook.count()));
   }
   sleeping_.store(false, std::memory_order_relaxed);
   std::uint64_t count;

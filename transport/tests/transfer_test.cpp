@@ -3,79 +3,13 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <thread>
 
-#include "tensorferry/transport/endpoint.hpp"
-#include "tensorferry/transport/worker.hpp"
+#include "fixtures.hpp"
 
 using namespace tensorferry::transport;
-using namespace std::chrono_literals;
-
-namespace {
-
-constexpr std::size_t kPool = 32 << 20;
-constexpr Identifier kUid{1, 2, 3, 4};
-
-std::shared_ptr<const Library> library() {
-  const char* path = std::getenv("TENSORFERRY_TEST_UCX");
-  return Library::load(path != nullptr ? path : "libucp.so.0");
-}
-
-std::shared_ptr<Context> make_context(bool remote_memory) {
-  return Context::create(library(), {{"TCP_TX_SEG_SIZE", "256k"}, {"TCP_RX_SEG_SIZE", "256k"}},
-                         {{"TLS", "tcp"}, {"NET_DEVICES", "lo"}}, remote_memory);
-}
-
-struct Producer {
-  explicit Producer(bool remote_memory = false)
-      : context(make_context(remote_memory)),
-        memory(Memory::allocate_shared(kPool)),
-        region(MemoryRegion::create(context, memory, UCS_MEMORY_TYPE_HOST)),
-        table(std::make_shared<SlotTable>(kPool, 16, kUid, true)),
-        control(MemoryRegion::create(context, table->control(), UCS_MEMORY_TYPE_HOST)),
-        worker(Worker::create(context)) {
-    for (std::size_t i = 0; i < kPool; ++i) memory->data()[i] = static_cast<std::uint8_t>(i * 2654435761u >> 24);
-    worker->serve(table, region);
-  }
-  std::shared_ptr<Context> context;
-  std::shared_ptr<Memory> memory;
-  std::shared_ptr<MemoryRegion> region;
-  std::shared_ptr<SlotTable> table;
-  std::shared_ptr<MemoryRegion> control;
-  std::shared_ptr<Worker> worker;
-};
-
-struct Consumer {
-  explicit Consumer(const Producer& producer, bool remote_memory = false)
-      : context(make_context(remote_memory)),
-        memory(Memory::allocate(kPool)),
-        region(MemoryRegion::create(context, memory, UCS_MEMORY_TYPE_HOST)),
-        worker(Worker::create(context)),
-        endpoint(worker->connect(producer.worker->address())) {}
-  std::shared_ptr<Context> context;
-  std::shared_ptr<Memory> memory;
-  std::shared_ptr<MemoryRegion> region;
-  std::shared_ptr<Worker> worker;
-  std::shared_ptr<Endpoint> endpoint;
-};
-
-int outcome(const std::shared_ptr<Read>& read, std::chrono::nanoseconds timeout = 20s) {
-  try {
-    return read->wait_for(timeout) ? 0 : static_cast<int>(kTimedOut);
-  } catch (const Error& error) {
-    return error.status();
-  }
-}
-
-bool settles(const std::shared_ptr<Read>& read) {
-  for (int i = 0; i < 2000 && !read->settled(); ++i) std::this_thread::sleep_for(5ms);
-  return read->settled();
-}
-
-}  // namespace
+using namespace tensorferry::transport::tests;
 
 TEST_CASE("hello is answered by the right producer only") {
   Producer producer;

@@ -68,8 +68,10 @@ class Read : public std::enable_shared_from_this<Read> {
   // Progress thread only, once the batch is posted.
   std::shared_ptr<Connection> connection_;
   std::size_t outstanding_ = 0;
-  int error_ = 0;                              // the first one
-  std::vector<std::uint64_t> requests_;        // served reads without an answer
+  int error_ = 0;                        // the first one
+  std::vector<std::uint64_t> requests_;  // served reads without an answer
+  std::chrono::steady_clock::time_point begun_{};
+  std::unique_ptr<ReadRequest> validation_;    // to be sent after the data if that took long
   std::shared_ptr<const RemoteKey> word_key_;  // set while the generation word is still to be read
   std::uint64_t word_address_ = 0;
   std::uint64_t word_ = 0;

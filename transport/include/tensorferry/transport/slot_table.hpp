@@ -43,6 +43,10 @@ class SlotTable {
  public:
   using Clock = std::chrono::steady_clock;
 
+  // How long a read that is running when its slot is withdrawn may go on.  Nobody is promised that it
+  // may: this lets those end that are nearly there, and bounds what a stopped consumer can hold.
+  static constexpr Clock::duration kGrace = std::chrono::seconds(5);
+
   SlotTable(std::uint64_t pool_nbytes, std::uint32_t slots, const Identifier& uid, bool serves);
   SlotTable(const SlotTable&) = delete;
   SlotTable& operator=(const SlotTable&) = delete;
@@ -59,6 +63,9 @@ class SlotTable {
   // held until end_read().
   int begin_read(const ReadRequest& request, Clock::time_point now, std::uint64_t& pool_offset);
   void end_read(std::uint32_t index);
+
+  // 0, or with what status a running read of the slot must be cut off now.
+  int overdue(std::uint32_t index, Clock::time_point now) const;
 
   // 0 if the hello names this producer.
   int greet(const ReadRequest& request) const;
@@ -84,6 +91,7 @@ class SlotTable {
     std::uint32_t readers = 0;
     bool admitted = false;
     bool revoked = false;  // why it is not admitted any more
+    Clock::time_point withdrawn;
   };
 
   ControlBlock& block() const { return *reinterpret_cast<ControlBlock*>(control_->data()); }

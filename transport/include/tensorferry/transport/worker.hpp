@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -16,6 +17,7 @@
 #include "tensorferry/transport/read.hpp"
 #include "tensorferry/transport/remote_key.hpp"
 #include "tensorferry/transport/slot_table.hpp"
+#include "tensorferry/transport/tcp_socket.hpp"
 
 namespace tensorferry::transport {
 
@@ -26,10 +28,14 @@ struct Connection {
   Worker* worker = nullptr;
   ucp_ep_h handle = nullptr;
   std::atomic<int> failure{0};
+  bool lost = false;                           // UCX has noticed it
   void* closing = nullptr;                     // the close request while it runs
   std::shared_ptr<std::promise<void>> closed;  // set once it has ended
   std::vector<std::shared_ptr<RemoteKey>> keys;
   std::unordered_set<std::shared_ptr<Read>> reads;  // not settled yet
+  Bytes address;
+  TcpSocket socket;
+  int tries = 0;  // to find the socket
 };
 
 // A UCP worker and the one thread that touches it.
@@ -69,6 +75,25 @@ class Worker : public std::enable_shared_from_this<Worker> {
     std::uint64_t nbytes;
     ucs_memory_type_t type;
   };
+  // A read that is being answered: UCX reads the slot until its send has ended.
+  struct Serving {
+    ucp_ep_h endpoint;  // the one that UCX made for the peer; alive as long as the send
+    std::uint64_t request;
+    std::uint32_t index;
+    bool cut = false;
+  };
+
+  // What is known of an endpoint that UCX made for a peer.
+  struct Peer {
+    TcpSocket socket;
+    int tries = 0;
+  };
+  static constexpr int kTries = 4;  // over other transports there is no socket to be found
+  static constexpr std::size_t kPeers = 64;
+  static constexpr int kRounds = 1000;
+
+  // How often the thread looks for served reads that are overdue, while any are running.
+  static constexpr std::chrono::milliseconds kLook{500};
 
   explicit Worker(std::shared_ptr<Context> context);
 
@@ -97,6 +122,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   void get(const std::shared_ptr<Read>& read, void* destination, std::uint64_t nbytes, std::uint64_t address,
            const RemoteKey& key, ucs_memory_type_t type);
   void end_operation(const std::shared_ptr<Read>& read, int status);
+  void fail(const std::shared_ptr<Read>& read, int status);
   void drop_requests(const std::shared_ptr<Read>& read);
   void abandon(const std::shared_ptr<Read>& read);
 
@@ -115,7 +141,12 @@ class Worker : public std::enable_shared_from_this<Worker> {
   static ucs_status_t on_notify(void* argument, const void* header, std::size_t header_nbytes, void* data,
                                 std::size_t nbytes, const ucp_am_recv_param_t* parameters);
   void reply(ucp_ep_h endpoint, const ReadRequest& request, int status, std::uint64_t pool_offset);
-  ucs_status_t receive(const ServedRead& served, void* data, std::uint64_t attributes);
+  void cut_off_overdue(Clock::time_point now);
+  void cut_off(ucp_ep_h endpoint, Clock::time_point now);
+  void forget_peers();
+  void locate(Connection& connection);
+  void on_cut_off(std::uint64_t id, int status);
+  ucs_status_t receive(std::uint64_t id, const ServedRead& served, void* data, std::uint64_t attributes);
   std::uint64_t random_word();
 
   const std::shared_ptr<Context> context_;
@@ -140,7 +171,12 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::unordered_map<Connection*, std::shared_ptr<Connection>> connections_;
   std::vector<std::shared_ptr<Connection>> closing_;
   std::vector<Connection*> failed_;
-  std::unordered_map<std::uint64_t, ServedRead> served_;
+  std::unordered_map<std::uint64_t, ServedRead> served_;                // requests without an answer
+  std::unordered_map<std::uint64_t, std::shared_ptr<Read>> receiving_;  // requests whose data is coming
+  std::list<Serving> serving_;
+  std::unordered_map<ucp_ep_h, Peer> peers_;
+  std::size_t peers_limit_ = kPeers;
+  Clock::time_point looked_{};  // for reads that are overdue
   std::unordered_set<std::shared_ptr<Read>> reads_;
   std::uint64_t sends_running_ = 0;
   std::vector<std::uint64_t> random_;
