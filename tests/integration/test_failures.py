@@ -296,7 +296,7 @@ def test_a_consumer_that_dies_in_mid_read_costs_its_lease_only(consumer, victim)
 
 
 def test_a_consumer_that_stops_in_a_pull_holds_its_slot_for_a_bounded_time(consumer, victim, library):
-    """Its lease ends; its read is cut off; another consumer notices nothing; it gets no bytes when it wakes."""
+    """Its lease ends; its read is cut off; others notice nothing; it gets no bytes when it wakes."""
     consumer.call(peers.open_producer, "320MiB", access="served")
     victim.call(peers.open_consumer, "256MiB", access="served")
     with peers.peer(TENSORFERRY_UCX=library) as other:

@@ -93,6 +93,14 @@ void Worker::start() {
     library().check(library().ucp_worker_set_am_recv_handler(handle_, &params), "setting a message handler");
   };
   try {
+    // UCX 1.13 makes room for a few more ids than the one that is set and leaves them uninitialized: a peer's
+    // message with such an id made it call any address.  So all of them are set, the largest first.
+    constexpr unsigned kIds = 64;
+    for (unsigned id = kIds; id-- > 0;) {
+      set_handler(id, [](void*, const void*, std::size_t, void*, std::size_t, const ucp_am_recv_param_t*) {
+        return UCS_OK;  // dropped
+      });
+    }
     set_handler(kReadMessage, on_read);
     set_handler(kReplyMessage, on_reply);
     set_handler(kNotifyMessage, on_notify);
@@ -224,8 +232,9 @@ void Worker::sleep() {
   }
   if (idle && library().ucp_worker_arm(handle_) == UCS_OK) {
     pollfd events[2] = {{event_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
-    // Who is being served may have to be cut off, with no event to say so.
-    poll(events, 2, serving_.empty() ? -1 : static_cast<int>(kLook.count()));
+    // Who is being served may have to be cut off, with no event to say so.  And a peer that connects without
+    // UCX's error handling and leaves makes UCX 1.22 forget to signal connections that come later.
+    poll(events, 2, table_ == nullptr ? -1 : static_cast<int>(kLook.count()));
   }
   sleeping_.store(false, std::memory_order_relaxed);
   std::uint64_t count;

@@ -92,7 +92,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   static constexpr std::size_t kPeers = 64;
   static constexpr int kRounds = 1000;
 
-  // How often the thread looks for served reads that are overdue, while any are running.
+  // How often the thread of a worker that serves looks for what no event tells it.
   static constexpr std::chrono::milliseconds kLook{500};
 
   explicit Worker(std::shared_ptr<Context> context);
