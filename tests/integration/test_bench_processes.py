@@ -55,6 +55,7 @@ def check_series(one: dict[str, Any], rounds: int) -> None:
         assert all(seconds >= 0 for seconds in each["phases"].values())
 
 
+@pytest.mark.slow
 def test_loopback_measures_every_row_and_writes_everything(tmp_path: Path):
     pytest.importorskip("matplotlib", reason='pip install "tensorferry[bench]"')
     files = [tmp_path / "all.json", tmp_path / "all.md", tmp_path / "plots"]
@@ -108,6 +109,7 @@ def raw_ucp() -> str:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["1", "100KiB", "3MiB"])
 def test_the_limits_of_ucx_are_measured_by_a_program(size: str, tmp_path: Path):
     out = tmp_path / "all.json"
@@ -125,6 +127,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_a_server_and_a_client_as_on_two_hosts(tmp_path: Path):
     out = tmp_path / "all.json"
     server = subprocess.Popen(
@@ -156,6 +159,7 @@ def test_a_server_and_a_client_as_on_two_hosts(tmp_path: Path):
     assert len(plain["hosts"]) == 2
 
 
+@pytest.mark.slow
 def test_the_pair_script_collects_one_report(tmp_path: Path):
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\n[ "$1 $2" = "-o BatchMode=yes" ] && exec bash -c "$4"\n')
