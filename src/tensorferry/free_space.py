@@ -26,9 +26,6 @@ class SortedIntegers:
     def __init__(self, num_bits: int) -> None:
         self._levels: list[dict[int, int]] = [{} for _ in range(max(1, -(-num_bits // _WORD_BITS)))]
 
-    def __bool__(self) -> bool:
-        return bool(self._levels[-1])
-
     def add(self, number: int) -> None:
         """Put in an integer that is not in the set."""
         for words in self._levels:
