@@ -93,9 +93,9 @@ void Worker::start() {
     library().check(library().ucp_worker_set_am_recv_handler(handle_, &params), "setting a message handler");
   };
   try {
-    // UCX 1.13 looks up the handler of any id that a peer sends before it checks the id, and before 1.17 UCX
-    // leaves some of them uninitialized: a peer could crash this process or make it call any address.  So
-    // every id of 16 bits gets a handler (2.5 MiB), the largest first; no id makes UCX log a warning then.
+    // UCX, up to 1.20 at least, looks up the handler of any id that a peer sends before it checks the id, and
+    // before 1.17 UCX leaves some of them uninitialized: a peer could crash this process or make it call any address.
+    // So every id of 16 bits gets a handler (2.5 MiB), the largest first; no id makes UCX log a warning then.
     constexpr unsigned kIds = 1U << 16;
     for (unsigned id = kIds; id-- > 0;) {
       set_handler(id, [](void*, const void*, std::size_t, void*, std::size_t, const ucp_am_recv_param_t*) {
