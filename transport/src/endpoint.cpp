@@ -161,11 +161,21 @@ void Endpoint::close(std::chrono::nanoseconds timeout) {
 
 // ---- progress thread --------------------------------------------------------------------------
 
+constexpr std::size_t kAddressPadding = 8 << 10;
+
 void Worker::open_connection(const std::shared_ptr<Connection>& connection, const Bytes& address) {
+  // UCX asserts that it knows the version, and reads as far as the address says that it goes: an address from a
+  // peer may be cut off, and must not end in somebody else's memory.
+  constexpr std::uint8_t kVersion = 0x0f;
+  if (address.empty() || (address.front() & kVersion) > 1) {
+    throw Error(UCS_ERR_INVALID_ADDR, "connecting to the peer: this is no worker address");
+  }
+  Bytes padded = address;
+  padded.resize(address.size() + kAddressPadding);
   ucp_ep_params_t params{};
   params.field_mask =
       UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  params.address = reinterpret_cast<const ucp_address_t*>(padded.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = on_failure;
   params.err_handler.arg = connection.get();
