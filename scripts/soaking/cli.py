@@ -89,7 +89,7 @@ def summarize(report: dict[str, Any]) -> None:
         f"seed {report['seed']}\n"
         f"wrong payloads {report['wrong_payloads']}, leaked bytes {report['leaked_bytes']}, "
         f"late calls {report['late_calls']} (worst overrun {report['worst_overrun_seconds']} s), "
-        f"crashes {report['crashes']}, aborts by UCX in emulated gets {report['aborts_of_emulated_gets']}, "
+        f"crashes {report['crashes']}, known aborts by UCX {report['aborts_by_ucx']}, "
         f"unexplained errors {report['unexplained_errors']}",
         file=sys.stderr,
     )

@@ -126,7 +126,7 @@ class Figures:
     worst_overrun_seconds: float = 0.0
     worst_overrun: str = ""
     crashes: int = 0
-    aborts_of_emulated_gets: int = 0
+    aborts_by_ucx: int = 0
     leaked_bytes: int = 0
     leaked_descriptors: int = 0
     leaked_threads: int = 0
@@ -176,17 +176,17 @@ class Judge:
         self._worst(seconds, f"{what} in {caller}")
         self.notes.append(f"late: {what} in {caller} has not ended {seconds:.1f} s after its deadline")
 
-    def crash(self, name: str, code: int, *, emulation: bool = False) -> None:
+    def crash(self, name: str, code: int, *, by_ucx: bool = False) -> None:
         """Count a process that ended as it should not have.
 
         Args:
             name: Of the process.
             code: Its exit status, negative for a signal.
-            emulation: Whether UCX aborted it for the sake of a get that it emulates over tcp, which
-                is known of UCX (``docs/security.md``) and counted apart.
+            by_ucx: Whether UCX aborted it in a way that is known of UCX (``docs/security.md``), which
+                is counted apart.
         """
-        if emulation:
-            self.figures.aborts_of_emulated_gets += 1
+        if by_ucx:
+            self.figures.aborts_by_ucx += 1
             return
         self.figures.crashes += 1
         self.notes.append(f"crash: {name} ended with {code}")
@@ -213,6 +213,8 @@ class Judge:
         return figures | {"slack_seconds": self._slack, "notes": self.notes[:100]}
 
     def _judge_time(self, call: Call, caller: Life) -> None:
+        if call.what == "publish" and not call.error:
+            return  # its time was for waiting, not for copying
         overrun = outlived(call, caller)
         outcome = call.error or "a result"
         self._worst(

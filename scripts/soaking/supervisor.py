@@ -299,7 +299,7 @@ class Supervisor:
         code = child.bury()
         meant = code == 0 if child.finishing else child.life.killed is not None and code == -signal.SIGKILL
         if not meant:
-            self._judge.crash(child.name, code, emulation=child.aborted_in_an_emulated_get())
+            self._judge.crash(child.name, code, by_ucx=child.aborted_by_ucx())
             # It may have begun to die at any moment since it was last heard of.
             child.life.killed = child.life.killed or child.heard
         for request in list(child.running):

@@ -16,7 +16,7 @@ from scripts import Lone, end_of, run, start
 
 import tensorferry
 
-SOON = 25.0  # seconds, of which importing torch on a busy machine takes most
+SOON = 50.0  # seconds, of which importing torch on a busy machine takes most
 
 
 @pytest.fixture(scope="module")

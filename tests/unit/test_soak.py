@@ -162,6 +162,12 @@ def test_lateness_counts_whatever_the_outcome():
     assert judged(late).failures() == {"late_calls": 1}
 
 
+def test_copying_takes_none_of_the_time_of_a_publish():
+    slow = replace(PULL, what="publish", found=None, timeout=0.0, ended=110.0)
+    assert judged(slow).failures() == {}
+    assert judged(replace(slow, error="PoolExhaustedError")).failures() == {"late_calls": 1}
+
+
 def test_time_in_which_the_caller_was_stopped_is_not_its_own():
     call = replace(PULL, ended=107.0)
     assert outlived(call, Life("consumer")) == 4.0
@@ -232,9 +238,11 @@ def test_cancelling_and_not_waiting_explain_their_errors():
 def test_crashes_leaks_and_processes_that_hang_are_failures():
     judge = judged(PULL)
     judge.crash("consumer", -11)
+    judge.crash("producer", -6, by_ucx=True)
     judge.leak("leaked_bytes", "producer", 4096, "holds 4096 bytes")
     judge.leak("leaked_threads", "producer", -2, "has fewer")
     judge.overdue("the end", "consumer", 40.0)
     assert judge.failures() == {"crashes": 1, "leaked_bytes": 4096, "late_calls": 1}
     assert judge.figures.worst_overrun_seconds == 40.0
+    assert judge.figures.aborts_by_ucx == 1
     assert set(judge.failures()) <= set(FAILURES)
