@@ -102,7 +102,7 @@ TEST_CASE("connections that were closed or given up leave nothing open on either
   const Ticket ticket = producer.table->admit(0, 16 << 20, 600s);
   const std::size_t files = open_files();
   const std::size_t resident = resident_kib();
-  for (int turn = 0; turn < 200; ++turn) {
+  for (int turn = 0; turn < 60; ++turn) {
     const auto endpoint = consumer.worker->connect(producer.worker->address());
     REQUIRE(outcome(endpoint->hello(kUid)) == 0);
     const auto read = endpoint->read_served(ticket, {{0, 0, 16 << 20}}, consumer.region);
@@ -110,7 +110,7 @@ TEST_CASE("connections that were closed or given up leave nothing open on either
       CHECK(outcome(read) == 0);
       endpoint->close(20s);
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50 * turn));
+      std::this_thread::sleep_for(std::chrono::microseconds(150 * turn));
       read->abandon(kCancelled);
       REQUIRE(settles(read));
     }
@@ -131,16 +131,16 @@ TEST_CASE("consumers that come and go, and those that are killed, leave nothing 
   REQUIRE(peer.call(visits).status == 0);
   const std::size_t files = open_files();
   const std::size_t resident = resident_kib();
-  visits.count = 200;
+  visits.count = 80;
   const Answer answer = peer.call(visits);
   CHECK(answer.status == 0);
   CHECK(answer.wrong == 0);
   CHECK(closes_down_to(files));
-  for (int turn = 0; turn < 30; ++turn) {
+  for (int turn = 0; turn < 12; ++turn) {
     PeerProcess victim(producer.worker->address());
     REQUIRE(victim.call({Order::Kind::kHello}).status == 0);
     victim.start(order);
-    std::this_thread::sleep_for(std::chrono::microseconds(200 * turn));
+    std::this_thread::sleep_for(std::chrono::microseconds(500 * turn));
     victim.kill();
   }
   CHECK(closes_down_to(files));
