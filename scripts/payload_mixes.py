@@ -62,8 +62,5 @@ def moments(mix: str, draws: int = 20_000) -> tuple[float, float]:
     return sum(sizes) / draws, sum(size * size for size in sizes) / draws
 
 
-@functools.cache
-def largest(mix: str) -> int:
-    """Return about the largest size that there is."""
-    rng = random.Random(mix)
-    return max(MIXES[mix](rng) for _ in range(20_000))
+LARGEST = {"flux": FLUX, "wan": WAN, "vlm": VLM, "small": MIB, "mixed": VLM}
+"""Bytes of the largest payload of each mix."""

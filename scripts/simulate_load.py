@@ -24,7 +24,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from payload_mixes import MIB, MIXES, largest, moments
+from payload_mixes import LARGEST, MIB, MIXES, moments
 from tensorferry.arguments import Deadline, as_nbytes
 from tensorferry.lease import Lease
 from tensorferry.room import Loan, Room
@@ -33,6 +33,7 @@ from tensorferry.steps import Steps
 BANDWIDTH = 5e9
 """Bytes a second of one pull."""
 
+UNIT = 4096
 NEVER = 1e9
 ENDLESS = 1 << 50
 
@@ -50,7 +51,7 @@ class Scenario:
         lost: Part of the payloads that nobody pulls or rejects.
         lease: Seconds.
         pool: Bytes.
-        publications: How many to simulate, a fifth more to begin with.
+        publications: How many count; a fifth as many come before, which do not.
     """
 
     encoders: int
@@ -117,7 +118,7 @@ class Fleet:
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ready: deque[Callable[[], None]] = deque()
-        self._rooms = [Room(scenario.pool, 4096, owner=f"encoder {n}") for n in range(scenario.encoders)]
+        self._rooms = [Room(scenario.pool, UNIT, owner=f"encoder {n}") for n in range(scenario.encoders)]
         self._queues: list[deque[Publication]] = [deque() for _ in range(scenario.denoisers)]
         self._busy = [False] * scenario.denoisers
         self._arrived = 0
@@ -202,7 +203,7 @@ class Fleet:
 def pool_of_rule(mix: str, held: float) -> int:
     """Return the bytes of a pool that docs/scaling.md recommends for ``held`` bytes on average."""
     mean, square = moments(mix)
-    return int(1.5 * held + 3 * math.sqrt(held * square / mean)) + largest(mix)
+    return int(1.5 * held + 3 * math.sqrt(held * square / mean)) + LARGEST[mix]
 
 
 def lease_of_rule(service: float) -> float:
@@ -217,6 +218,8 @@ def held_on_average(scenario: Scenario) -> float:
 
 def show_fleet(scenario: Scenario) -> None:
     """Run a fleet, with the rule's pool if its own is 0, and print what came out."""
+    # The beginning, which does not count, lasts for a lease: what is lost is held as long.
+    scenario = replace(scenario, publications=max(60_000, int(5 * scenario.lease * scenario.rate)))
     held = held_on_average(scenario)
     recommended = pool_of_rule(scenario.mix, held)
     scenario = replace(scenario, pool=scenario.pool or recommended)

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from payload_mixes import MIB, largest, moments
-from simulate_load import Fleet, Scenario, held_on_average, lease_of_rule, pool_of_rule
+from payload_mixes import LARGEST, MIB, moments
+from simulate_load import UNIT, Fleet, Scenario, held_on_average, lease_of_rule, pool_of_rule
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -31,7 +31,7 @@ def smallest_pool(scenario: Scenario, held: float) -> float:
     """Return the part of the rule's pool with which at most 1 in 100 publications waits."""
     rule = pool_of_rule(scenario.mix, held)
     for part in (number / 10 for number in range(4, 20)):
-        pool = max(int(part * rule), largest(scenario.mix))
+        pool = max(int(part * rule), LARGEST[scenario.mix] + UNIT)
         if Fleet(replace(scenario, pool=pool, seed=1)).run().waited <= 0.01:
             return pool / rule
     return math.inf
@@ -99,7 +99,7 @@ def study_losses() -> None:
     for column in ("lost", "held by one producer", "pool of the rule", "waited", "too late"):
         table.add_column(column, justify="right")
     for lost in (0.0, 0.001, 0.01, 0.05):
-        scenario = Scenario(200, 4000, lost=lost, lease=lease_of_rule(Scenario.service))
+        scenario = Scenario(200, 4000, lost=lost, lease=lease_of_rule(Scenario.service), publications=250_000)
         held = held_on_average(scenario)
         pool = pool_of_rule(scenario.mix, held)
         outcome = Fleet(replace(scenario, pool=pool)).run()
