@@ -2,13 +2,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tensorferry.backends import ucx_library
 from tensorferry.backends.ucx_library import choose_library
-from tensorferry.backends.ucx_native import defaults_of
 from tensorferry.errors import BackendUnavailableError
 
 WHEEL = Path("/wheel/lib/libucp.so.0")
@@ -97,13 +95,3 @@ def test_ld_library_path_comes_before_the_linkers_cache(tmp_path: Path, monkeypa
     (tmp_path / "libucp.so.0").touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/no/such/folder:{tmp_path}")
     assert ucx_library.system_library() == tmp_path / "libucp.so.0"
-
-
-@pytest.mark.parametrize(
-    ("version", "serves", "waits"),
-    [("1.13.1", True, True), ("1.13.1", False, False), ("1.14.0", True, False), ("1.22.0", True, False)],
-)
-def test_connecting_waits_for_nobody_where_ucx_bears_it(version, serves, waits):
-    """UCX 1.13 aborts producers that connect without waiting, when a consumer vanishes meanwhile."""
-    found = defaults_of(SimpleNamespace(version=version), serves=serves)
-    assert ("TCP_CONN_NB" not in found) == waits

@@ -211,7 +211,7 @@ class UcxReader(Reader):
         with self._lock:
             self._check_open()
             if rdma not in self._workers:
-                context = create_context(self._options, self._device, rdma=rdma, serves=False)
+                context = create_context(self._options, self._device, rdma=rdma)
                 region = self._memory.register(context)
                 self._workers[rdma] = (start_worker(context), region)
             return self._workers[rdma]

@@ -135,26 +135,19 @@ def offers_rdma(options: Mapping[str, str]) -> bool:
     return bool(rdma_devices()) and any(part.startswith(RDMA_TRANSPORTS) for part in allowed.split(","))
 
 
-def defaults_of(library: _transport.Library, *, serves: bool = False) -> dict[str, str]:
-    """Return our settings as far as this version of UCX has them and, for a producer, bears them."""
+def defaults_of(library: _transport.Library) -> dict[str, str]:
+    """Return our settings as far as this version of UCX has them."""
     version = tuple(int(part) for part in library.version.split(".")[:2])
-    settings = {name: value for name, value in DEFAULTS.items() if version >= _SINCE.get(name, (0, 0))}
-    if serves and version < (1, 14):
-        # With it a consumer that vanishes while they connect aborts the producer ("got REP message").
-        del settings["TCP_CONN_NB"]
-    return settings
+    return {name: value for name, value in DEFAULTS.items() if version >= _SINCE.get(name, (0, 0))}
 
 
-def create_context(
-    options: Mapping[str, str], device: torch.device, *, rdma: bool, serves: bool
-) -> _transport.Context:
+def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bool) -> _transport.Context:
     """Create a context for served reads, or with ``rdma`` one that offers remote memory access.
 
     Args:
         options: UCX settings of the user, without the ``UCX_`` prefix.
         device: Where the pool is that the context will register.
         rdma: Whether peers may read by remote key.
-        serves: Whether it is a producer's.
 
     Raises:
         UsageError: UCX does not take the value of a setting.
@@ -165,7 +158,7 @@ def create_context(
     if device.type == "cuda":
         transports += ",cuda"
     library = load_library()
-    defaults = {**defaults_of(library, serves=serves), "TLS": transports}
+    defaults = {**defaults_of(library), "TLS": transports}
     try:
         return _transport.Context.create(
             library, defaults=defaults, options=dict(options), remote_memory=rdma

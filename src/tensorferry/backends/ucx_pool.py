@@ -66,10 +66,10 @@ class UcxExportedPool(ExportedPool):
                     "the port can read any memory of this process; use it in trusted networks only",
                     stacklevel=5,
                 )
-            rdma_address, key = self._serve(create_context(options, device, rdma=True, serves=True), nbytes)
+            rdma_address, key = self._serve(create_context(options, device, rdma=True), nbytes)
             offers.append(AccessOffer("rdma", rdma_address, key))
         if access != "rdma":
-            plain_address, _ = self._serve(create_context(options, device, rdma=False, serves=True), nbytes)
+            plain_address, _ = self._serve(create_context(options, device, rdma=False), nbytes)
         if access in ("auto", "served"):
             offers.append(AccessOffer("served", plain_address, b""))
         if access in ("auto", "mapped") and device.type == "cpu":
