@@ -55,6 +55,7 @@ class Routes:
 
         Raises:
             PeerLostError: The peer is lost, or still silent.
+            TransferTimeoutError: The time was up.
             TensorferryError: What connecting or the attempt raises.
         """
         uid = order.manifest.peer.uid
@@ -63,9 +64,11 @@ class Routes:
                 try:
                     connection, result = yield from self._attempt(order, deadline, attempt)
                     break
-                except ConnectionGivenUpError:
+                except ConnectionGivenUpError as given_up:
                     if deadline.remaining() == 0.0:
-                        raise
+                        raise TransferTimeoutError(
+                            f"{given_up}; no time was left to connect anew"
+                        ) from given_up
         except TransferTimeoutError:
             self._silent.add(uid)
             raise

@@ -419,7 +419,7 @@ def test_a_connection_given_up_with_another_read_is_made_anew(served, times):
 def test_a_connection_given_up_at_the_end_of_the_time_is_the_end(served):
     producer, consumer = served
     reader().read_failures = [ConnectionGivenUpError("closed", scope="peer")]
-    with pytest.raises(PeerLostError, match="closed"):
+    with pytest.raises(TransferTimeoutError, match="closed; no time was left"):
         consumer.pull(producer.publish("a", PAYLOAD), timeout=0)
 
 
