@@ -12,7 +12,7 @@ import tempfile
 import time
 from typing import Any
 
-from soaking.judge import Judge
+from soaking.judge import SLACK, Judge
 from soaking.supervisor import FAULTS, Plan, Supervisor
 
 
@@ -42,7 +42,7 @@ def main(description: str) -> int:
     def log(line: str) -> None:
         print(f"{time.monotonic() - started:7.1f} s  {line}", file=sys.stderr, flush=True)
 
-    report = Supervisor(plan, Judge(), log).run()
+    report = Supervisor(plan, Judge(arguments.slack), log).run()
     print(json.dumps(report, indent=2))
     summarize(report)
     if report["failures"]:
@@ -71,6 +71,9 @@ def parse(description: str) -> tuple[argparse.Namespace, argparse.ArgumentParser
         type=float,
         default=0.02,
         help="mean seconds between a thread's publications (default 0.02)",
+    )
+    add(
+        "--slack", type=float, default=SLACK, help="seconds that a busy machine may add to a call (default 3)"
     )
     add("--seed", type=int, default=None, help="of everything that is drawn (default: the time)")
     add("--faults", default=",".join(FAULTS), help="kinds, with commas; '' for none (default: all)")

@@ -27,6 +27,7 @@ class ConsumerProcess(Process):
     def __init__(self, channel: socket.socket, settings: Settings) -> None:
         super().__init__(channel, settings)
         self._assignments: queue.Queue[Assignment] = queue.Queue()
+        self._was_late = False
         self.open()
 
     def open(self) -> None:
@@ -77,8 +78,9 @@ class ConsumerProcess(Process):
         if rng.random() < 0.8:
             names = list(one.expected)
         consumer, call = self._begin("pull", one, expected={name: one.expected[name] for name in names})
-        if self.settings.inject == "late":
-            time.sleep(one.timeout + 5)
+        if self.settings.inject == "late" and not self._was_late:
+            self._was_late = True
+            time.sleep(one.timeout + 25)
         try:
             payload = pull(consumer, one, names, rng, release=release)
         except tensorferry.TensorferryError as error:

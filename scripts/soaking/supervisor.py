@@ -15,6 +15,7 @@ import random
 import selectors
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +73,7 @@ _START_SECONDS = 90.0
 _CONCLUDE_SECONDS = 60.0
 _FINISH_SECONDS = 40.0
 _TICK = 0.02
-_HINDSIGHT = 1.0  # seconds until an error is judged: its reason may be noticed after it
+_HINDSIGHT = 20.0  # seconds until an error is judged: a process that UCX aborts takes its time to die
 
 # What a survivor may hold more of at the end than after its warm-up: endpoints that are being opened or
 # closed, and pools of dead producers that stay mapped until the next connection is made.
@@ -132,6 +133,7 @@ class Supervisor:
         self._interrupted = False
         self._logged = 0
         self._growth: dict[str, dict[str, int]] = {}
+        self._unjudged: deque[tuple[float, Callable[[], None]]] = deque()
 
     def run(self) -> dict[str, Any]:
         """Run the plan; return the report."""
@@ -155,6 +157,9 @@ class Supervisor:
                 child.kill()
             for child in self._children:
                 child.bury()
+        for _, judge in self._unjudged:
+            judge()
+        self._log_notes()
         return self._report(seconds)
 
     def _wind_down(self) -> None:
@@ -173,8 +178,6 @@ class Supervisor:
                 child.finishing = True
                 child.send(Finish())
             self._until(partial(self._none_of, kind), _FINISH_SECONDS, f"the end of each {kind}")
-        judged = time.monotonic() + _HINDSIGHT
-        self._until(lambda: time.monotonic() > judged)
 
     def _report(self, seconds: float) -> dict[str, Any]:
         plan = self._plan
@@ -205,13 +208,13 @@ class Supervisor:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
                 heapq.heappop(self._timers)[2]()
+            while self._unjudged and self._unjudged[0][0] <= now:
+                self._unjudged.popleft()[1]()
             self._broker.dispatch(self._of("consumer"))
             for child in list(self._children):
                 child.flush()
                 self._watch(child, now)
-            for note in self._judge.notes[self._logged :]:
-                self._log(note)
-            self._logged = len(self._judge.notes)
+            self._log_notes()
 
     def _give_up(self, what: str, limit: float) -> None:
         for child in self._children:
@@ -219,6 +222,11 @@ class Supervisor:
                 self._judge.overdue(what, child.name, limit)
                 child.explain()
         self._broker.forget()
+
+    def _log_notes(self) -> None:
+        for note in self._judge.notes[self._logged :]:
+            self._log(note)
+        self._logged = len(self._judge.notes)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), action))
@@ -289,7 +297,7 @@ class Supervisor:
     def _called(self, child: Child, call: Call, publication: Publication | None) -> None:
         judge = partial(self._judge.call, call, child.life, publication)
         if call.error:
-            self._later(_HINDSIGHT, judge)
+            self._unjudged.append((time.monotonic() + _HINDSIGHT, judge))
         else:
             judge()
 

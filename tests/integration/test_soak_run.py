@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 def soak(tmp_path, *arguments):
     """Run it; return its exit status and its figures."""
-    command = [sys.executable, str(SOAK), "--seed", "7", "--logs", str(tmp_path), *arguments]
+    command = [sys.executable, str(SOAK), "--seed", "7", "--slack", "20", "--logs", str(tmp_path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout), done.stderr
