@@ -71,7 +71,7 @@ def ends_by(consumer, seconds, *kinds):
     with pytest.raises(peers.RemoteError) as caught:
         consumer.result(60)
     assert caught.value.kind in kinds, caught.value
-    assert time.monotonic() - started < seconds + 5
+    assert time.monotonic() - started < seconds + 30
 
 
 @pytest.mark.parametrize("access", ["served", "rdma"])
@@ -185,7 +185,7 @@ def test_pulls_over_a_cable_that_loses_a_third_bring_the_right_bytes_or_end_in_t
             manifest = producer.call(peers.publish, str(turn), *built_by, timeout=10)
             started = time.monotonic()
             outcomes.append(try_to_pull(consumer, manifest, *built_by, timeout=6.0))
-            assert time.monotonic() - started < 6.0 + 5
+            assert time.monotonic() - started < 6.0 + 30
     finally:
         lossy.lose(0.0, 0.0)
     assert set(outcomes) <= {"", *ENDED_BY_THE_NETWORK}
