@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
+from pathlib import Path
 
 import payloads
 import peers
@@ -158,12 +160,19 @@ def test_killed_processes_leave_no_files(pair, access, options):
 
 
 def mount_private(namespace, places, options="size=64m"):
-    """Give this process empty file systems in these places."""
+    """Give this process empty file systems in these places, but for what it runs from, which stays where it is."""
     libc = ctypes.CDLL(None, use_errno=True)
     must(libc.unshare(_CLONE_NEWNS), "unshare")
     must(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "mount")
+    trees = {sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])}
     for place in places:
+        kept = {tree: os.open(tree, os.O_PATH) for tree in trees if Path(tree).is_relative_to(place)}
         must(libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, options.encode()), place)
+        for tree, descriptor in kept.items():
+            os.makedirs(tree)
+            source = f"/proc/self/fd/{descriptor}"
+            must(libc.mount(source.encode(), tree.encode(), None, _MS_BIND | _MS_REC, None), tree)
+            os.close(descriptor)
 
 
 def enter_mounts(namespace, pid):
@@ -172,7 +181,7 @@ def enter_mounts(namespace, pid):
         must(ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNS), "setns")
 
 
-_CLONE_NEWNS, _MS_REC, _MS_SLAVE = 0x20000, 0x4000, 0x80000
+_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_SLAVE = 0x20000, 0x1000, 0x4000, 0x80000
 
 
 def must(result, what):
@@ -181,12 +190,13 @@ def must(result, what):
 
 
 def files(namespace, places):
-    return [
-        os.path.join(folder, name)
-        for place in places
-        for folder, _, names in os.walk(place)
-        for name in names
-    ]
+    """The files in the file systems of these places; what is mounted further down is not theirs."""
+    found = []
+    for place in places:
+        for folder, folders, names in os.walk(place):
+            folders[:] = [name for name in folders if not os.path.ismount(os.path.join(folder, name))]
+            found += [os.path.join(folder, name) for name in names]
+    return found
 
 
 def segments():

@@ -28,7 +28,7 @@ def test_eight_seconds_under_every_fault_break_no_promise(tmp_path):
     status, figures, log = soak(tmp_path, "--seconds", "8")
     assert (status, figures["failures"]) == (0, {}), log
     assert figures["payloads"] > 20
-    assert figures["faults"]["kill_producer"] + figures["faults"]["kill_consumer"] > 0
+    assert figures["faults"].keys() & {"kill_producer", "kill_consumer"}
     assert all(figures["publications_by_access"].values())
 
 
