@@ -160,7 +160,7 @@ def test_killed_processes_leave_no_files(pair, access, options):
 
 
 def mount_private(namespace, places, options="size=64m"):
-    """Give this process empty file systems in these places, but for what it runs from, which stays where it is."""
+    """Give this process empty file systems in these places; what it runs from stays where it is."""
     libc = ctypes.CDLL(None, use_errno=True)
     must(libc.unshare(_CLONE_NEWNS), "unshare")
     must(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "mount")
