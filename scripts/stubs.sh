@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Writes the type stub of the installed native module to FILE (default: the committed one),
+# Writes the type stubs of the installed native modules into FOLDER (default: where they are committed),
 # by the interpreter that PYTHON names (default: python).
 set -eu
 cd "$(dirname "$0")/.."
-"${PYTHON:-python}" -m nanobind.stubgen -q -m tensorferry._transport -p transport/bindings/stub_patterns.txt \
-  -o "${1:-src/tensorferry/_transport.pyi}"
+for module in _transport _tensors; do
+  "${PYTHON:-python}" -m nanobind.stubgen -q -m "tensorferry.$module" -p transport/bindings/stub_patterns.txt \
+    -o "${1:-src/tensorferry}/$module.pyi"
+done

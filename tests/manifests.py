@@ -13,7 +13,7 @@ from tensorferry import wire
 from tensorferry.backends.base import AccessOffer, PeerOffer, SlotTicket
 from tensorferry.dtypes import dtype_to_str
 from tensorferry.manifest import Manifest, TensorSpec
-from tensorferry.payload import flatten
+from tensorferry.payload import flatten, leaf_paths
 
 KEY = b"0123456789abcdef"
 BODY = wire.HEADER_NBYTES + wire.DIGEST_NBYTES
@@ -31,7 +31,7 @@ def make_manifest(payload: dict[str, Any] | None = None, **changes: Any) -> Mani
         }
     structure, leaves = flatten(payload)
     specs, end = [], 0
-    for path, tensor in leaves:
+    for path, tensor in zip(leaf_paths(structure), leaves.tensors, strict=True):
         shape, nbytes = tuple(tensor.shape), tensor.nbytes
         specs.append(TensorSpec(path, dtype_to_str(tensor.dtype), shape, end, nbytes))
         end += -(-nbytes // 512) * 512

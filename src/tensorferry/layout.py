@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import starmap
 from typing import NamedTuple
 
-from tensorferry.manifest import TensorSpec
+from tensorferry import _tensors
+from tensorferry.manifest import TensorTable
 
 ALIGNMENT = 64
 """Bytes; every tensor of a slot starts at a multiple of it."""
@@ -26,7 +28,7 @@ class Region(NamedTuple):
 
     start: int
     nbytes: int
-    members: list[int]
+    members: Sequence[int]
 
 
 def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -38,43 +40,21 @@ def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
     Returns:
         The offset of each tensor from the start of the slot, and the bytes of the slot.
     """
-    offsets = []
-    end = 0
-    for nbytes in sizes:
-        offset = -(-end // ALIGNMENT) * ALIGNMENT if nbytes else end
-        offsets.append(offset)
-        end = offset + nbytes
-    return offsets, end
+    return _tensors.lay_out(list(sizes), ALIGNMENT)
 
 
-def regions(specs: Sequence[TensorSpec], alone: Collection[int] = ()) -> list[Region]:
+def regions(table: TensorTable, alone: Collection[int] = ()) -> list[Region]:
     """Group tensors into the fewest ranges without large gaps; tensors without bytes are left out.
 
     Args:
-        specs: The tensors.
+        table: The tensors.
         alone: Those that get a region of their own.
     """
-    found = [
-        Region(specs[index].offset, specs[index].nbytes, [index]) for index in alone if specs[index].nbytes
-    ]
-    start = end = 0
-    members: list[int] = []
-    placed = [
-        (spec.offset, spec.nbytes, index)
-        for index, spec in enumerate(specs)
-        if spec.nbytes and index not in alone
-    ]
-    for offset, nbytes, index in sorted(placed):
-        if members and offset - end > MAX_GAP_NBYTES:
-            found.append(Region(start, end - start, members))
-            members = []
-        if not members:
-            start = offset
-        members.append(index)
-        end = offset + nbytes
-    if members:
-        found.append(Region(start, end - start, members))
-    return found
+    offsets, sizes = table.offsets, table.sizes
+    found = [Region(offsets[place], sizes[place], [place]) for place in alone if sizes[place]]
+    others = [place for place, nbytes in enumerate(sizes) if nbytes and place not in alone]
+    others.sort(key=offsets.__getitem__)
+    return found + list(starmap(Region, _tensors.regions(others, offsets, sizes, MAX_GAP_NBYTES)))
 
 
 def landing_offsets(regions: Sequence[Region]) -> tuple[list[int], int]:

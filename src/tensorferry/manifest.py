@@ -8,15 +8,17 @@ allocates memory for it or connects anywhere.  ``docs/wire-format.md`` describes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, overload
 
 from tensorferry import validation, wire
 from tensorferry.backends.base import PeerOffer, SlotTicket
+from tensorferry.columns import TensorType
 from tensorferry.errors import ManifestError, UsageError
 from tensorferry.metadata import plain_metadata
-from tensorferry.payload import Structure
+from tensorferry.payload import Structure, leaf_paths
 from tensorferry.records import Record
 
 Checksum = Literal["xxh3"]
@@ -43,7 +45,116 @@ class TensorSpec(NamedTuple):
     checksum: int | None = None
 
 
-_spec = partial(tuple.__new__, TensorSpec)  # TensorSpec._make, three times as fast
+class TensorTable(Sequence[TensorSpec]):
+    """The tensors of a manifest by column; a :class:`TensorSpec` is made when one is asked for.
+
+    Must not be changed.
+
+    Args:
+        paths: Makes the path of each tensor, when the first is asked for.
+        types: Each dtype with each shape, once.
+        kinds: Of each tensor, its place in ``types``.
+        offsets: Of each tensor, its first byte in the slot.
+        sizes: Of each tensor, its bytes.
+        sums: Of each tensor, its checksum; None where there are none.
+    """
+
+    def __init__(
+        self,
+        paths: Callable[[], list[str]],
+        types: Sequence[TensorType],
+        kinds: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        sums: Sequence[int] | None = None,
+    ) -> None:
+        self._paths = paths
+        self.types = types
+        self.kinds = kinds
+        self.offsets = offsets
+        self.sizes = sizes
+        self.sums = sums
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> TensorTable:
+        """Take tensors by row."""
+        if isinstance(specs, TensorTable):
+            return specs
+        rows = list(specs)
+        types: dict[TensorType, int] = {}
+        kinds = [types.setdefault((row.dtype, row.shape), len(types)) for row in rows]
+        sums = [row.checksum for row in rows if row.checksum is not None]
+        return cls(
+            lambda: [row.path for row in rows],
+            list(types),
+            kinds,
+            [row.offset for row in rows],
+            [row.nbytes for row in rows],
+            sums or None,
+        )
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """The path of each tensor."""
+        return self._paths()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes)
+
+    def take(self, places: Iterable[int]) -> TensorTable:
+        """Return some of the tensors, in that order."""
+        chosen = list(places)
+        sums = self.sums
+        return TensorTable(
+            lambda: [self.paths[place] for place in chosen],
+            self.types,
+            [self.kinds[place] for place in chosen],
+            [self.offsets[place] for place in chosen],
+            [self.sizes[place] for place in chosen],
+            None if sums is None else [sums[place] for place in chosen],
+        )
+
+    def replace(self, rows: Mapping[int, tuple[TensorType, int, int]]) -> TensorTable:
+        """Return a table with other types, offsets and sizes at some places; its paths stay."""
+        if not rows:
+            return self
+        types, kinds = list(self.types), list(self.kinds)
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for place, (kind, offset, nbytes) in rows.items():
+            kinds[place], offsets[place], sizes[place] = len(types), offset, nbytes
+            types.append(kind)
+        return TensorTable(lambda: self.paths, types, kinds, offsets, sizes, self.sums)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> TensorSpec: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TensorSpec]: ...
+    def __getitem__(self, index: int | slice) -> TensorSpec | Sequence[TensorSpec]:
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        return TensorSpec(
+            self.paths[index],
+            *self.types[self.kinds[index]],
+            self.offsets[index],
+            self.sizes[index],
+            None if self.sums is None else self.sums[index],
+        )
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TensorTable({list(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +177,7 @@ class Manifest:
     """
 
     request_id: str
-    tensors: tuple[TensorSpec, ...]
+    tensors: Sequence[TensorSpec]
     structure: Structure
     peer: PeerOffer
     ticket: SlotTicket
@@ -81,7 +192,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, without the gaps between them."""
-        return sum(spec.nbytes for spec in self.tensors)
+        return TensorTable.of(self.tensors).nbytes
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -180,7 +291,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
             raise UsageError(f"the {what} is a str, not {type(text).__name__}")
         if len(text.encode(errors="replace")) > validation.MAX_NAME_NBYTES:
             raise UsageError(f"the {what} is longer than {validation.MAX_NAME_NBYTES} bytes")
-    types: dict[tuple[str, tuple[int, ...]], int] = {}
+    table = TensorTable.of(manifest.tensors)
     peer, ticket = manifest.peer, manifest.ticket
     body: dict[str, Any] = {
         "id": manifest.request_id,
@@ -202,13 +313,13 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         "consumers": manifest.consumers,
         "byteorder": manifest.byteorder,
         "structure": manifest.structure,
-        "type": [types.setdefault((spec.dtype, spec.shape), len(types)) for spec in manifest.tensors],
-        "types": [[dtype, list(shape)] for dtype, shape in types],
-        "offset": [spec.offset for spec in manifest.tensors],
+        "type": table.kinds,
+        "types": [[dtype, list(shape)] for dtype, shape in table.types],
+        "offset": table.offsets,
     }
     if manifest.checksum is not None:
         body["checksum"] = manifest.checksum
-        body["sums"] = [spec.checksum for spec in manifest.tensors]
+        body["sums"] = table.sums or []
     if manifest.producer is not None:
         body["producer"] = manifest.producer
     if manifest.metadata:
@@ -224,12 +335,13 @@ def _manifest(body: Any) -> Manifest:
     structure = record.mapping("structure")
     metadata = record.mapping("metadata") if "metadata" in record else {}
     validation.check_metadata(metadata)
-    columns = validation.tensor_columns(
-        record, validation.structure_paths(structure), ticket, byteorder, checksum is not None
+    table = TensorTable(
+        lambda: leaf_paths(structure),
+        *validation.tensor_columns(record, structure, ticket, byteorder, checksum is not None),
     )
     return Manifest(
         request_id=record.text("id", validation.MAX_NAME_NBYTES),
-        tensors=tuple(map(_spec, zip(*columns, strict=True))),
+        tensors=table,
         structure=structure,
         peer=validation.peer(record.record("peer")),
         ticket=ticket,

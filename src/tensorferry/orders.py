@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 
 from tensorferry import layout, packing, payload, slicing
 from tensorferry.backends.base import Span
+from tensorferry.columns import TensorType
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import IntegrityError, UsageError
 from tensorferry.layout import Region
-from tensorferry.manifest import Manifest, TensorSpec
+from tensorferry.manifest import Manifest, TensorTable
 from tensorferry.payload import Structure
 from tensorferry.records import listed, shown
 from tensorferry.slicing import Index, Selection
@@ -37,7 +38,7 @@ class Order:
     Attributes:
         manifest: Of the publication.
         structure: The wanted part of the payload's structure.
-        specs: The tensors of that part, in the order of their marks.  Of those in ``selections``
+        table: The tensors of that part, in the order of their marks.  Of those in ``selections``
             what they land: the result, or one dimension of elements if there are gaps between.
         regions: What lands in one piece: neighbouring tensors, or the selected part of one.
         selections: What is wanted of the tensors that are not wanted whole, by their index.
@@ -45,9 +46,10 @@ class Order:
 
     manifest: Manifest
     structure: Structure
-    specs: Sequence[TensorSpec]
+    table: TensorTable
     regions: list[Region]
-    selections: Mapping[int, Selection] = field(default_factory=dict)
+    selections: Mapping[int, Selection]
+    _whole: TensorTable
 
     @classmethod
     def of(
@@ -59,41 +61,35 @@ class Order:
             UsageError: A name is not in the payload, or is given twice; or a slice is of no
                 tensor there, or does not fit it.
         """
-        structure, specs = manifest.structure, list(manifest.tensors)
+        structure, table = manifest.structure, TensorTable.of(manifest.tensors)
         if names is not None:
-            structure, indices = payload.select(manifest.structure, names)
-            specs = [manifest.tensors[index] for index in indices]
-        selections = _selections(specs, slices)
-        for index, selection in selections.items():
-            specs[index] = specs[index]._replace(offset=specs[index].offset + selection.first)
-        return cls._landing(manifest, structure, specs, selections)
+            structure, places = payload.select(manifest.structure, names)
+            table = table.take(places)
+        return cls._landing(manifest, structure, table, _selections(table, slices))
 
     @classmethod
     def _landing(
         cls,
         manifest: Manifest,
         structure: Structure,
-        specs: list[TensorSpec],
+        whole: TensorTable,
         selections: dict[int, Selection],
     ) -> Order:
-        for index, selection in selections.items():
-            elements = selection.landed_nbytes // str_to_dtype(specs[index].dtype).itemsize
-            shape = selection.shape if selection.is_exact else (elements,)
-            specs[index] = specs[index]._replace(shape=shape, nbytes=selection.landed_nbytes)
-        return cls(manifest, structure, specs, layout.regions(specs, selections), selections)
+        table = whole.replace({place: _landed(whole, place, one) for place, one in selections.items()})
+        return cls(manifest, structure, table, layout.regions(table, selections), selections, whole)
 
     def in_place(self) -> Order:
         """Return the same order where the slot's memory is at hand: each region is one range of it."""
         if not self.selections:
             return self
         selections = {index: selection.in_place() for index, selection in self.selections.items()}
-        return self._landing(self.manifest, self.structure, list(self.specs), selections)
+        return self._landing(self.manifest, self.structure, self._whole, selections)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the results."""
         gaps = sum(selection.landed_nbytes - selection.nbytes for selection in self.selections.values())
-        return sum(spec.nbytes for spec in self.specs) - gaps
+        return self.table.nbytes - gaps
 
     @property
     def suits_results(self) -> bool:
@@ -126,31 +122,34 @@ class Order:
 
     def destinations(self, regions: Sequence[Region], device: torch.device) -> list[Piece]:
         """Return fresh memory for results without gaps, cut as they will share it, still without contents."""
-        pieces = []
+        table, pieces = self.table, []
         for region in regions:
-            specs, offsets = self._placed(region)
-            for first, last in packing.chunks(specs, offsets):
-                start = region.start + offsets[first]
-                nbytes = specs[last - 1].offset + specs[last - 1].nbytes - start
+            for first, last in packing.chunks(table, region.members):
+                members = region.members[first:last]
+                start = table.offsets[members[0]]
+                nbytes = table.offsets[members[-1]] + table.sizes[members[-1]] - start
                 # A chunk starts where its tensors keep their alignment; one of its own, at its first byte.
-                gap = 0 if last == first + 1 else start % layout.ALIGNMENT
-                part = Region(start, nbytes, region.members[first:last])
-                pieces.append(Piece(part, packing.fresh(gap + nbytes, device)[gap:]))
+                gap = 0 if len(members) == 1 else start % layout.ALIGNMENT
+                memory = packing.fresh(gap + nbytes, device)
+                pieces.append(Piece(Region(start, nbytes, members), memory[gap:] if gap else memory))
         return pieces
 
     def copies(self, pieces: Sequence[Piece], device: torch.device) -> list[torch.Tensor]:
         """Return all wanted tensors in fresh memory; copies of a CUDA device are only queued."""
-        copied = []
+        copied, gapped = [], []
         for piece in pieces:
             if self._gapped(piece.region):
+                gapped.append(piece)
                 continue
             for result in self.destinations([piece.region], device):
                 start = result.region.start - piece.region.start
                 packing.copy_out(result.memory, piece.memory[start : start + result.region.nbytes])
                 copied.append(result)
-        gapped = self._found([piece for piece in pieces if self._gapped(piece.region)])
-        compact = {index: packing.copy_strided(view, device) for index, view in gapped.items()}
-        return self._complete(self._found(copied) | compact, device)
+        found = self._found(copied)
+        for place, view in enumerate(self._found(gapped) if gapped else ()):
+            if view is not None:
+                found[place] = packing.copy_strided(view, device)
+        return self._complete(found, device)
 
     def views(self, pieces: Sequence[Piece], device: torch.device) -> list[torch.Tensor]:
         """Return all wanted tensors as views of the pieces; those without bytes are on ``device``."""
@@ -169,31 +168,33 @@ class Order:
         for piece in pieces:
             if piece.region.members[0] in self.selections:
                 continue
-            specs, offsets = self._placed(piece.region)
-            sums = packing.checksums(piece.memory, offsets, [spec.nbytes for spec in specs])
-            for spec, found in zip(specs, sums, strict=True):
-                if spec.checksum != found:
+            table, members = self.table, piece.region.members
+            offsets = [table.offsets[place] - piece.region.start for place in members]
+            found = packing.checksums(piece.memory, offsets, [table.sizes[place] for place in members])
+            for place, digest in zip(members, found, strict=True):
+                if table.sums is None or table.sums[place] != digest:
                     raise IntegrityError(
-                        f"the bytes of {shown(spec.path)} have the checksum {found:016x}, the producer's "
-                        f"were {spec.checksum:016x}; the data was discarded: pull again, or publish again"
+                        f"the bytes of {shown(table.paths[place])} have the checksum {digest:016x}, which is "
+                        f"not the producer's; the data was discarded: pull again, or publish again"
                     )
 
-    def _found(self, pieces: Sequence[Piece]) -> dict[int, torch.Tensor]:
-        """Return the tensors that are in the pieces as views, by their index."""
-        found: dict[int, torch.Tensor] = {}
-        for piece in pieces:
-            views = packing.carve(piece.memory, *self._placed(piece.region))
-            found.update(zip(piece.region.members, views, strict=True))
+    def _found(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
+        """Return the tensors that are in the pieces as views, by their place."""
+        found = packing.carve(self.table, pieces)
+        for piece in pieces if self.selections else ():
             if self._gapped(piece.region):
-                (index,) = piece.region.members
-                found[index] = self.selections[index].view(found[index])
+                (place,) = piece.region.members
+                found[place] = self.selections[place].view(cast(torch.Tensor, found[place]))
         return found
 
-    def _complete(self, found: Mapping[int, torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        return [
-            found[index] if index in found else packing.empty(spec, device)
-            for index, spec in enumerate(self.specs)
-        ]
+    def _complete(self, found: list[torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
+        """Put tensors without bytes where they belong."""
+        complete = cast("list[torch.Tensor]", found)
+        if 0 in self.table.sizes:
+            for place, nbytes in enumerate(self.table.sizes):
+                if not nbytes:
+                    complete[place] = packing.empty(self.table.types[self.table.kinds[place]], device)
+        return complete
 
     def _ranges(self, region: Region) -> list[tuple[int, int]]:
         """Return the ranges of the slot, first byte and bytes, that land in a region one after another."""
@@ -206,24 +207,27 @@ class Order:
         selection = self.selections.get(region.members[0])
         return selection is not None and not selection.is_exact
 
-    def _placed(self, region: Region) -> tuple[list[TensorSpec], list[int]]:
-        """Return the tensors of a region, and their offsets in it."""
-        specs = [self.specs[index] for index in region.members]
-        return specs, [spec.offset - region.start for spec in specs]
+
+def _landed(whole: TensorTable, place: int, selection: Selection) -> tuple[TensorType, int, int]:
+    """Return what of a selected tensor lands: type, offset in the slot and bytes."""
+    dtype = whole.types[whole.kinds[place]][0]
+    elements = selection.landed_nbytes // str_to_dtype(dtype).itemsize
+    shape = selection.shape if selection.is_exact else (elements,)
+    return (dtype, shape), whole.offsets[place] + selection.first, selection.landed_nbytes
 
 
-def _selections(specs: Sequence[TensorSpec], slices: Mapping[str, Index] | None) -> dict[int, Selection]:
-    """Fit indices to tensors, both by the tensors' place in ``specs``."""
+def _selections(table: TensorTable, slices: Mapping[str, Index] | None) -> dict[int, Selection]:
+    """Fit indices to tensors, both by the tensors' place in the table."""
     if slices is None:
         return {}
     if not isinstance(slices, Mapping):
         raise UsageError(f"slices is a mapping from paths of tensors to indices, not {type(slices).__name__}")
-    places = {spec.path: place for place, spec in enumerate(specs)}
+    places = {path: place for place, path in enumerate(table.paths)}
     selections = {}
     for path, index in slices.items():
         if path not in places:
             there = listed(places) or "none at all"
             raise UsageError(f"slices has {path!r}, but the tensors to pull are {there}")
-        spec = specs[places[path]]
-        selections[places[path]] = slicing.select(path, index, spec.shape, str_to_dtype(spec.dtype).itemsize)
+        dtype, shape = table.types[table.kinds[places[path]]]
+        selections[places[path]] = slicing.select(path, index, shape, str_to_dtype(dtype).itemsize)
     return selections

@@ -8,17 +8,18 @@ altogether instead of several for each.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 import xxhash
 
-from tensorferry import pages
+from tensorferry import _tensors, pages
+from tensorferry.columns import EXCHANGE, TensorColumns, TensorType
 from tensorferry.dtypes import str_to_dtype
-from tensorferry.layout import ALIGNMENT
-from tensorferry.manifest import TensorSpec
+from tensorferry.layout import ALIGNMENT, Region
+from tensorferry.manifest import TensorTable
 
 # Results up to this size share memory with their neighbours, chunk by chunk: allocating each
 # for itself takes longer than everything else.  The chunk bounds what one result keeps alive.
@@ -39,6 +40,16 @@ class _Run(NamedTuple):
     first: int
     length: int
     stride: int
+
+
+def pack_columns(slot: torch.Tensor, columns: TensorColumns, offsets: Sequence[int]) -> Sequence[int]:
+    """Copy what needs no more than that into a slot on the CPU, and zero all between the tensors.
+
+    Returns:
+        The places of the tensors that are left for :func:`pack`: all of them for a CUDA slot.
+    """
+    clear_gaps(slot, offsets, columns.sizes)
+    return columns.copy(slot, offsets) if slot.device.type == "cpu" else range(len(columns.tensors))
 
 
 def pack(slot: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
@@ -87,6 +98,9 @@ def clear_gaps(slot: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
         offsets: First byte of each tensor in the slot.
         sizes: Bytes of each tensor; those without bytes have no place.
     """
+    if slot.device.type == "cpu":
+        _tensors.clear_gaps(slot.data_ptr(), slot.numel(), offsets, sizes)
+        return
     end = 0
     for offset, nbytes in sorted(zip(offsets, sizes, strict=True)):
         if nbytes:
@@ -120,36 +134,55 @@ def fresh(nbytes: int, device: torch.device) -> torch.Tensor:
     return pages.take(nbytes)
 
 
-def carve(memory: torch.Tensor, specs: Sequence[TensorSpec], offsets: Sequence[int]) -> list[torch.Tensor]:
-    """Return views of memory as tensors.
+def carve(table: TensorTable, pieces: Sequence[tuple[Region, torch.Tensor]]) -> list[torch.Tensor | None]:
+    """Return tensors as views of memory.
 
     Args:
-        memory: Flat uint8 tensor; the elements must be aligned in it.
-        specs: The tensors; all have bytes.
-        offsets: First byte of each in ``memory``.
+        table: The tensors.
+        pieces: Ranges of the slot, all with bytes, and flat uint8 tensors with what they hold, in which
+            elements are aligned.
+
+    Returns:
+        The tensor at each place of the table, None where no piece has it.
     """
-    views: list[torch.Tensor] = []
-    for run in _runs([(spec.dtype, spec.shape) for spec in specs], offsets):
-        spec = specs[run.first]
+    if EXCHANGE is not None and all(memory.device.type == "cpu" for _, memory in pieces):
+        native = [
+            (memory, memory.data_ptr(), memory.numel(), region.start, region.members)
+            for region, memory in pieces
+        ]
+        return EXCHANGE.views(native, table.types, table.kinds, table.offsets)
+    found: list[torch.Tensor | None] = [None] * len(table)
+    for region, memory in pieces:
+        kinds = [table.kinds[place] for place in region.members]
+        offsets = [table.offsets[place] - region.start for place in region.members]
+        for place, view in zip(region.members, _carve(table, memory, kinds, offsets), strict=True):
+            found[place] = view
+    return found
+
+
+def _carve(
+    table: TensorTable, memory: torch.Tensor, kinds: list[int], offsets: list[int]
+) -> Iterator[torch.Tensor]:
+    for run in _runs(kinds, offsets):
+        name, shape = table.types[kinds[run.first]]
+        dtype, offset = str_to_dtype(name), offsets[run.first]
         if run.length == 1:
-            offset = offsets[run.first]
-            views.append(_typed(memory[offset : offset + spec.nbytes], str_to_dtype(spec.dtype), spec.shape))
+            yield _typed(memory[offset : offset + dtype.itemsize * prod(shape)], dtype, shape)
             continue
-        stacked = _strided(memory, str_to_dtype(spec.dtype), spec.shape, offsets[run.first], run)
         # Views refuse some in-place operations with gradients; detached ones are plain tensors.
-        views += [view.detach() for view in stacked.unbind(0)]
-    return views
+        stacked = _strided(memory, dtype, shape, offset, run)
+        yield from (view.detach() for view in stacked.unbind(0))
 
 
 def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     return memory.view(dtype).view(shape).detach()
 
 
-def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+def empty(kind: TensorType, device: torch.device) -> torch.Tensor:
     """Return a tensor without elements."""
     # Seen through bytes, since torch warns about complex32 where it allocates it.
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    return _typed(nothing, str_to_dtype(spec.dtype), spec.shape)
+    return _typed(nothing, str_to_dtype(kind[0]), kind[1])
 
 
 def checksums(memory: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -163,12 +196,12 @@ def checksums(memory: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy all of a contiguous CPU tensor to the beginning of another; the GIL is released.
 
-    One thread copies: torch would start its OpenMP threads, which take milliseconds where the
-    cores are busy, be it with the peer's OpenMP threads.
+    Torch would start its OpenMP threads, which take milliseconds where the cores are busy, be it with the
+    peer's OpenMP threads.
     """
     if source.nbytes > destination.nbytes:
         raise AssertionError(f"{source.nbytes} bytes do not fit into {destination.nbytes}")
-    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
+    _tensors.copy(destination.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def _runs(kinds: Sequence[object], offsets: Sequence[int]) -> Iterator[_Run]:
@@ -188,30 +221,18 @@ def _runs(kinds: Sequence[object], offsets: Sequence[int]) -> Iterator[_Run]:
         first = last
 
 
-def chunks(specs: Sequence[TensorSpec], offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+def chunks(table: TensorTable, places: Sequence[int]) -> list[tuple[int, int]]:
     """Cut tensors into those with memory of their own and chunks of small neighbours.
 
     Args:
-        specs: The tensors; all have bytes.
-        offsets: First byte of each, ascending.
+        table: The tensors.
+        places: Those to cut, all with bytes, in ascending order of their offsets.
 
-    Yields:
-        The first tensor of a chunk and the one after its last: tensors of up to 32 KiB each in
-        a chunk of up to 1 MiB, or one larger tensor.
+    Returns:
+        The first of each chunk in ``places``, and the one after its last: tensors of up to 32 KiB
+        each in a chunk of up to 1 MiB, or one larger tensor.
     """
-    first = 0
-    while first < len(specs):
-        last = first + 1
-        if specs[first].nbytes <= _SMALL_NBYTES:
-            limit = offsets[first] + _CHUNK_NBYTES
-            while (
-                last < len(specs)
-                and specs[last].nbytes <= _SMALL_NBYTES
-                and offsets[last] + specs[last].nbytes <= limit
-            ):
-                last += 1
-        yield first, last
-        first = last
+    return _tensors.chunks(places, table.offsets, table.sizes, _SMALL_NBYTES, _CHUNK_NBYTES)
 
 
 def _strided(

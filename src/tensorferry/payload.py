@@ -19,12 +19,13 @@ dict      dict with the same keys in the same order
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 
-from tensorferry.arrays import as_tensor
+from tensorferry.columns import TensorColumns, describe
 from tensorferry.errors import UsageError
 from tensorferry.records import listed, shown
 
@@ -38,18 +39,10 @@ TENSOR = True
 TUPLE = False
 
 
-class Leaf(NamedTuple):
-    """One tensor of a payload and where it is, for example ``outputs[0].audio``."""
-
-    path: str
-    tensor: torch.Tensor
-
-
-def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, list[Leaf]]:
+def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, TensorColumns]:
     """Take a payload apart; no tensor is copied where that can be avoided.
 
-    Leaves come detached, strided and free of lazy conjugation; NumPy arrays and objects with
-    ``__dlpack__`` have become tensors that share their memory where possible.
+    NumPy arrays and objects with ``__dlpack__`` become tensors that share their memory where possible.
 
     Args:
         tensors: Mapping from names to a tensor, ``None``, or lists, tuples and dicts of
@@ -63,9 +56,10 @@ def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, list[Leaf]]:
     """
     if not isinstance(tensors, Mapping):
         raise UsageError(f"a payload is a mapping from names to tensors, not {type(tensors).__name__}")
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     structure = _Flattening(found).mapping(tensors, None, 1)
-    return structure, list(map(Leaf, leaf_paths(structure), found))
+    check_paths(structure)
+    return structure, describe(found, lambda place: leaf_paths(structure)[place])
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> dict[str, Any]:
@@ -80,7 +74,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> dict[str, Any]:
     """
     remaining = iter(leaves)
     try:
-        payload = {key: _rebuild(node, remaining) for key, node in structure.items()}
+        payload = _entries(structure, remaining)
     except _Exhausted:
         raise UsageError("there are fewer leaves than the structure has tensors") from None
     if next(remaining, _Exhausted) is not _Exhausted:
@@ -131,6 +125,24 @@ def leaf_paths(structure: Structure) -> list[str]:
     return paths.found
 
 
+def check_paths(structure: Structure) -> None:
+    """Make sure that :func:`leaf_paths` will not refuse the structure.
+
+    Raises:
+        UsageError: It would.
+    """
+    paths = _Paths(only_measure=True)
+    for name, node in structure.items():
+        if node is not TENSOR and node is not None:
+            quoted = name if name.isidentifier() else _quoted(name)
+            paths.add(node, max(name, quoted, key=len))
+
+
+def all_tensors(items: Collection[Any]) -> bool:
+    """Return whether a container of a structure has entries, and all of them are marks of tensors."""
+    return set(map(type, items)) == {bool} and False not in items
+
+
 def format_trail(trail: Trail) -> str:
     """Return the path that a chain of keys, innermost first, stands for."""
     keys: list[str | int] = []
@@ -148,19 +160,20 @@ class _Exhausted(Exception):  # noqa: N818 - a signal inside this module
 class _Flattening:
     """One walk over a payload: what was found, and how much was seen."""
 
-    def __init__(self, found: list[torch.Tensor]) -> None:
+    def __init__(self, found: list[Any]) -> None:
         self._found = found
         self._nodes = 0
 
     def mapping(self, tensors: Mapping[str, Any], trail: Trail, depth: int) -> Structure:
         self._count(len(tensors), trail)
-        structure: Structure = {}
-        for key, value in tensors.items():
-            if type(key) is not str or not (key.isascii() or _is_unicode(key)):
-                where = f" in {format_trail(trail)}" if trail else ""
-                raise UsageError(f"the key {key!r}{where} is not a str of valid Unicode")
-            structure[key] = self._node(value, (trail, key), depth)
-        return structure
+        if not (set(map(type, tensors)) <= {str} and "".join(tensors).isascii()):
+            for key in tensors:
+                if type(key) is not str or not _is_unicode(key):
+                    where = f" in {format_trail(trail)}" if trail else ""
+                    raise UsageError(f"the key {key!r}{where} is not a str of valid Unicode")
+        if self._takes_all(tensors.values()):
+            return dict.fromkeys(tensors, TENSOR)
+        return {key: self._node(value, (trail, key), depth) for key, value in tensors.items()}
 
     def _node(self, value: Any, trail: Trail, depth: int) -> Any:
         if value is None:
@@ -174,13 +187,20 @@ class _Flattening:
             if kind is dict:
                 return self.mapping(value, trail, depth + 1)
             self._count(len(value), trail)
-            items = [self._node(item, (trail, i), depth + 1) for i, item in enumerate(value)]
+            if self._takes_all(value):
+                items: list[Any] = [TENSOR] * len(value)
+            else:
+                items = [self._node(item, (trail, i), depth + 1) for i, item in enumerate(value)]
             return items if kind is list else [TUPLE, *items]
-        try:
-            self._found.append(as_tensor(value))
-        except UsageError as error:
-            raise UsageError(f"{format_trail(trail)}: {error}") from error.__cause__
+        self._found.append(value)
         return TENSOR
+
+    def _takes_all(self, values: Collection[Any]) -> bool:
+        """Take the values of a container at once, if all are tensors: there may be thousands."""
+        if set(map(type, values)) != {torch.Tensor}:
+            return False
+        self._found.extend(values)
+        return True
 
     def _count(self, nodes: int, trail: Trail) -> None:
         self._nodes += nodes
@@ -197,10 +217,23 @@ def _rebuild(node: Any, leaves: Iterator[Any]) -> Any:
             raise _Exhausted
         return leaf
     if isinstance(node, dict):
-        return {key: _rebuild(value, leaves) for key, value in node.items()}
+        return _entries(node, leaves)
     if node and node[0] is TUPLE:
-        return tuple([_rebuild(item, leaves) for item in node[1:]])
-    return [_rebuild(item, leaves) for item in node]
+        return tuple(_items(node[1:], leaves))
+    return _items(node, leaves)
+
+
+def _entries(nodes: dict[str, Any], leaves: Iterator[Any]) -> dict[str, Any]:
+    return dict(zip(nodes, _items(nodes.values(), leaves), strict=True))
+
+
+def _items(nodes: Collection[Any], leaves: Iterator[Any]) -> list[Any]:
+    if not all_tensors(nodes):
+        return [_rebuild(item, leaves) for item in nodes]
+    items = list(islice(leaves, len(nodes)))  # there may be thousands: no call for each
+    if len(items) < len(nodes):
+        raise _Exhausted
+    return items
 
 
 def _count(node: Any) -> int:
@@ -215,9 +248,10 @@ class _Paths:
     Without this bound a peer could put a huge key above many marks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_measure: bool = False) -> None:
         self.found: list[str] = []
         self._remaining = MAX_PATH_CHARACTERS
+        self._only_measure = only_measure
 
     def add(self, node: Any, path: str) -> None:
         if node is TENSOR:
@@ -226,6 +260,8 @@ class _Paths:
             self._remaining -= len(path) * len(node)
             if self._remaining < 0:
                 raise UsageError("there are too long keys above too many entries; use shorter ones")
+            if self._only_measure and all_tensors(node.values() if isinstance(node, dict) else node):
+                return
             if isinstance(node, dict):
                 for key, value in node.items():
                     self.add(value, path + _step(key))

@@ -199,7 +199,7 @@ class Producer:
         What else :meth:`publish` raises is raised by the request's ``result``.
         """
         terms, placed, wait = self._prepare(request_id, tensors, metadata, consumers, lease, stream, timeout)
-        devices = {self._device, *(tensor.device for tensor in placed.tensors)}
+        devices = {self._device, *(tensor.device for tensor in placed.columns.tensors)}
         terms = replace(terms, after=queued_work(devices, stream))
         publisher = self._publisher
         return Request(

@@ -18,12 +18,12 @@ import torch
 from tensorferry import layout, packing
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import ExportedPool
+from tensorferry.columns import TensorColumns
 from tensorferry.dispatcher import Dispatcher
-from tensorferry.dtypes import dtype_to_str
 from tensorferry.errors import UsageError
-from tensorferry.manifest import Checksum, Manifest, TensorSpec, encode_manifest
+from tensorferry.manifest import Checksum, Manifest, TensorTable, encode_manifest
 from tensorferry.ownership import Lifetime
-from tensorferry.payload import Structure, flatten
+from tensorferry.payload import Structure, flatten, leaf_paths
 from tensorferry.publications import Held, Publications
 from tensorferry.room import Room
 from tensorferry.steps import Steps
@@ -55,9 +55,7 @@ class Placed(NamedTuple):
     """A payload that was checked and laid out, before anything is copied."""
 
     structure: Structure
-    paths: list[str]
-    tensors: list[torch.Tensor]
-    sizes: list[int]
+    columns: TensorColumns
     offsets: list[int]
     nbytes: int
 
@@ -68,11 +66,8 @@ def place(payload: Mapping[str, Any]) -> Placed:
     Raises:
         UsageError: An object in it cannot be sent; the message names its path.
     """
-    structure, leaves = flatten(payload)
-    tensors = [leaf.tensor for leaf in leaves]
-    sizes = [tensor.nbytes for tensor in tensors]
-    offsets, nbytes = layout.lay_out(sizes)
-    return Placed(structure, [leaf.path for leaf in leaves], tensors, sizes, offsets, nbytes)
+    structure, columns = flatten(payload)
+    return Placed(structure, columns, *layout.lay_out(columns.sizes))
 
 
 def place_in(memory: torch.Tensor, payload: Mapping[str, Any]) -> Placed:
@@ -81,29 +76,30 @@ def place_in(memory: torch.Tensor, payload: Mapping[str, Any]) -> Placed:
     Raises:
         UsageError: A tensor is not, is not contiguous, or shares bytes with another.
     """
-    structure, leaves = flatten(payload)
+    structure, columns = flatten(payload)
+
+    def path(place: int) -> str:
+        return leaf_paths(structure)[place]
+
     offsets = []
-    ends: list[tuple[int, int, str]] = []
-    for path, tensor in leaves:
-        start = tensor.data_ptr() - memory.data_ptr() if tensor.nbytes else 0
-        if not 0 <= start <= memory.numel() - tensor.nbytes or tensor.device != memory.device:
+    ends: list[tuple[int, int, int]] = []
+    address, capacity = memory.data_ptr(), memory.numel()
+    for place, (tensor, nbytes) in enumerate(zip(columns.tensors, columns.sizes, strict=True)):
+        start = tensor.data_ptr() - address if nbytes else 0
+        if not 0 <= start <= capacity - nbytes or tensor.device != memory.device:
             raise UsageError(
-                f"{path} is not in the memory of this reservation; publish tensors that empty() gave"
+                f"{path(place)} is not in the memory of this reservation; publish tensors that empty() gave"
             )
         if not tensor.is_contiguous() or start % tensor.itemsize:
-            raise UsageError(f"{path} is not contiguous; a publication without a copy needs it to be")
+            raise UsageError(f"{path(place)} is not contiguous; a publication without a copy needs it to be")
         offsets.append(start)
-        if tensor.nbytes:
-            ends.append((start, start + tensor.nbytes, path))
+        if nbytes:
+            ends.append((start, start + nbytes, place))
     ends.sort()
     for (_, end, one), (start, _, other) in pairwise(ends):
         if start < end:
-            raise UsageError(f"{one} and {other} share memory; each tensor needs its own")
-    tensors = [leaf.tensor for leaf in leaves]
-    nbytes = max((end for _, end, _ in ends), default=0)
-    return Placed(
-        structure, [leaf.path for leaf in leaves], tensors, [one.nbytes for one in tensors], offsets, nbytes
-    )
+            raise UsageError(f"{path(one)} and {path(other)} share memory; each tensor needs its own")
+    return Placed(structure, columns, offsets, max((end for _, end, _ in ends), default=0))
 
 
 class Publisher:
@@ -164,15 +160,22 @@ class Publisher:
             held = yield from self.hold(terms.request_id, payload.nbytes, deadline)
             try:
                 started = time.perf_counter()
-                slot = self.slot(held)
-                devices = {self.pool.device, *(tensor.device for tensor in payload.tensors)}
-                with torch.no_grad(), completed_copies(devices, terms.stream, terms.after):
-                    packing.clear_gaps(slot, payload.offsets, payload.sizes)
-                    packing.pack(slot, payload.tensors, payload.offsets)
+                self._fill(self.slot(held), payload, terms)
                 return self._announce(terms, held, payload, started)
             except BaseException:
                 self.publications.give_back(held)
                 raise
+
+    def _fill(self, slot: torch.Tensor, payload: Placed, terms: Terms) -> None:
+        """Copy a payload into its slot."""
+        with torch.no_grad():
+            left = packing.pack_columns(slot, payload.columns, payload.offsets)
+            if not left:
+                return
+            tensors = [payload.columns.tensors[place] for place in left]
+            devices = {slot.device, *(tensor.device for tensor in tensors)}
+            with completed_copies(devices, terms.stream, terms.after):
+                packing.pack(slot, tensors, [payload.offsets[place] for place in left])
 
     def publish_held(self, terms: Terms, held: Held, payload: Mapping[str, Any]) -> bytes:
         """Publish what has been written into a slot that is held; return its manifest.
@@ -184,7 +187,7 @@ class Publisher:
             started = time.perf_counter()
             placed = place_in(self.slot(held), payload)
             with torch.no_grad(), completed_copies({self.pool.device}, terms.stream):
-                packing.clear_gaps(self.slot(held), placed.offsets, placed.sizes)
+                packing.clear_gaps(self.slot(held), placed.offsets, placed.columns.sizes)
             return self._announce(terms, held, placed, started)
 
     def hold(self, request_id: str, nbytes: int, deadline: Deadline | None) -> Steps[Held]:
@@ -245,14 +248,14 @@ class Publisher:
 
     def _announce(self, terms: Terms, held: Held, payload: Placed, started: float) -> bytes:
         """Admit a slot that has its bytes, and return the manifest."""
-        specs = self._specs(held, payload)
+        table = self._table(held, payload)
         publication = self.publications.admit(
             held, nbytes=payload.nbytes, lease=terms.lease, consumers=terms.consumers
         )
         try:
             manifest = Manifest(
                 request_id=terms.request_id,
-                tensors=tuple(specs),
+                tensors=table,
                 structure=payload.structure,
                 peer=self._peer,
                 ticket=publication.ticket,
@@ -273,20 +276,18 @@ class Publisher:
             self._seconds += time.perf_counter() - started
         return data
 
-    def _specs(self, held: Held, payload: Placed) -> list[TensorSpec]:
-        sums: list[int | None] = [None] * len(payload.tensors)
+    def _table(self, held: Held, payload: Placed) -> TensorTable:
+        columns, sums = payload.columns, None
         if self._checksum:
-            sums[:] = packing.checksums(self.slot(held), payload.offsets, payload.sizes)
-        # By column, and each dtype and shape once: payloads may have thousands of equal tensors.
-        kinds = [(tensor.dtype, tensor.shape) for tensor in payload.tensors]
-        described = {kind: (dtype_to_str(kind[0]), tuple(kind[1])) for kind in set(kinds)}
-        rows = (
-            (path, *described[kind], offset, nbytes, checksum)
-            for path, kind, offset, nbytes, checksum in zip(
-                payload.paths, kinds, payload.offsets, payload.sizes, sums, strict=True
-            )
+            sums = packing.checksums(self.slot(held), payload.offsets, columns.sizes)
+        return TensorTable(
+            lambda: leaf_paths(payload.structure),
+            columns.types,
+            columns.kinds,
+            payload.offsets,
+            columns.sizes,
+            sums,
         )
-        return list(map(TensorSpec._make, rows))
 
 
 def _sleep(woken: threading.Event, timeout: float) -> None:

@@ -33,6 +33,8 @@ from tensorferry.routes import Routes
 from tensorferry.steps import Steps
 from tensorferry.streams import completed_copies, finish_queued_work
 
+_CPU = torch.device("cpu")
+
 _T = TypeVar("_T")
 
 
@@ -43,6 +45,7 @@ class Arrival(NamedTuple):
     order: Order
     pieces: list[Piece]
     loan: Loan | None
+    tensors: list[torch.Tensor] | None = None  # the results, where bytes landed in them
 
 
 class Receiver:
@@ -106,8 +109,10 @@ class Receiver:
             try:
                 if release:
                     self._release(connection, order)
+                if arrival.tensors is not None:
+                    return arrival.tensors
                 with self._timed("landing"), torch.no_grad():
-                    return order.views(arrival.pieces, device) if direct else copied(order, arrival.pieces)
+                    return copied(order, arrival.pieces)
             finally:
                 self._give_back(arrival)
 
@@ -224,12 +229,13 @@ class Receiver:
                 self._verify(connection, order, [])
             else:
                 yield from self._routes.wait(connection.read(order.manifest.ticket, ()), deadline)
-            return Arrival(connection, order, [], None)
+            return Arrival(connection, order, [], None, order.views([], _CPU) if direct else None)
         loan = yield from self.landing.take(nbytes, str(order), deadline)
         read: Read | None = None
+        tensors: list[torch.Tensor] | None = None
         try:
             if direct:
-                pieces = order.destinations(order.regions, torch.device("cpu"))
+                pieces = order.destinations(order.regions, _CPU)
             else:
                 memory = self.landing.memory(loan)
                 pieces = [
@@ -244,6 +250,8 @@ class Receiver:
                     if direct:
                         sources, memories = zip(*order.targets(pieces), strict=True)
                         read = connection.read_into(ticket, sources, memories)
+                        with torch.no_grad():
+                            tensors = order.views(pieces, _CPU)  # while the bytes are on their way
                     else:
                         read = connection.read(ticket, order.spans([loan.offset + at for at in offsets]))
                     yield from self._routes.wait(read, deadline)
@@ -255,7 +263,7 @@ class Receiver:
                 self.landing.give_up(loan, read)
                 self._reader.wake()  # requests that wait for room look for it from now on
             raise
-        return Arrival(connection, order, pieces, loan)
+        return Arrival(connection, order, pieces, loan, tensors)
 
     def _copy_into(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
         with torch.no_grad(), completed_copies({self.device}, None):

@@ -7,11 +7,10 @@ Every function raises :class:`ManifestError` and nothing else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from tensorferry import metadata, payload
+from tensorferry import _tensors, metadata, payload
 from tensorferry.backends.base import Access, AccessOffer, PeerOffer, SlotTicket
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import ManifestError, TensorferryError, UsageError
@@ -93,18 +92,23 @@ def _metadata_nodes(value: Any, depth: int) -> int:
     return nodes
 
 
-def structure_paths(structure: dict[str, Any]) -> list[str]:
-    """Check a payload's structure and return the paths of its tensors."""
-    if _entries(structure, 1) > payload.MAX_NODES:
+def count_tensors(structure: dict[str, Any]) -> int:
+    """Check a payload's structure and return how many tensors it has."""
+    entries, tensors = _count(structure, 1)
+    if entries > payload.MAX_NODES:
         raise ManifestError(f"the structure of the manifest has more than {payload.MAX_NODES} entries")
     try:
-        return payload.leaf_paths(structure)
+        payload.check_paths(structure)
     except UsageError as error:
         raise ManifestError(f"the structure of the manifest: {error}") from error
+    return tensors
 
 
-def _entries(node: Any, depth: int) -> int:
-    """Check a container of the structure; return how many entries are in it and below, at the most."""
+def _count(node: Any, depth: int) -> tuple[int, int]:
+    """Check a container of the structure; return how many entries and tensors are in it and below.
+
+    Where there are too many entries it may return after fewer.
+    """
     if type(node) is dict:
         items: Any = node.values()
     elif type(node) is list:
@@ -113,49 +117,49 @@ def _entries(node: Any, depth: int) -> int:
         raise ManifestError(f"the structure holds {kind_of(node)}")
     if depth > payload.MAX_DEPTH:
         raise ManifestError(f"the structure is nested more than {payload.MAX_DEPTH} deep")
-    if len(items) > payload.MAX_NODES:
-        return len(items)
-    entries = len(items)
+    entries = tensors = len(items)
+    if entries > payload.MAX_NODES or payload.all_tensors(items):
+        return entries, tensors
     for item in items:
-        if item is not payload.TENSOR and item is not None:
-            entries += _entries(item, depth + 1)
-    return entries
+        if item is not payload.TENSOR:
+            tensors -= 1
+            if item is not None:
+                below = _count(item, depth + 1)
+                entries += below[0]
+                tensors += below[1]
+    return entries, tensors
 
 
 def tensor_columns(
-    record: Record, paths: list[str], slot: SlotTicket, byteorder: str, has_sums: bool
-) -> tuple[Sequence[Any], ...]:
-    """Check the tensors against each other and the slot, and return their fields by column."""
-    count = len(paths)
+    record: Record, structure: dict[str, Any], slot: SlotTicket, byteorder: str, has_sums: bool
+) -> tuple[list[tuple[str, tuple[int, ...]]], list[int], list[int], list[int], list[int] | None]:
+    """Check the tensors against each other and the slot.
+
+    Returns:
+        Types, and of each tensor its place in them, its offset, its size and its checksum.
+    """
+    count = count_tensors(structure)
     types = [_tensor_type(value, byteorder) for value in record.items("types", count)]
     kinds = _column(record, "type", count, len(types) - 1)
     offsets = _column(record, "offset", count, slot.nbytes)
-    sums = _column(record, "sums", count, _UINT64) if has_sums else [None] * count
-    rows = [types[kind] for kind in kinds]
-    sizes = [row[2] for row in rows]
-    if not _fit(paths, sizes, [row[3] for row in rows], offsets, slot):
-        _refuse_overlap(paths, sizes, offsets)
-    return paths, [row[0] for row in rows], [row[1] for row in rows], offsets, sizes, sums
-
-
-def _fit(
-    paths: list[str], sizes: list[int], itemsizes: list[int], offsets: list[int], slot: SlotTicket
-) -> bool:
-    """Check each tensor against the slot; return whether all are in ascending order."""
-    end, ordered = 0, True
-    for path, nbytes, itemsize, offset in zip(paths, sizes, itemsizes, offsets, strict=True):
-        if offset + nbytes > slot.nbytes:
+    sums = _column(record, "sums", count, _UINT64) if has_sums else None
+    type_sizes = [row[2] for row in types]
+    sizes = [type_sizes[kind] for kind in kinds]
+    itemsizes = [row[3] for row in types]
+    fault, at = _tensors.find_misplaced(kinds, offsets, type_sizes, itemsizes, slot.offset, slot.nbytes)
+    if fault:
+        path, nbytes, offset = payload.leaf_paths(structure)[at], sizes[at], offsets[at]
+        if fault == "outside":
             raise ManifestError(
                 f"{shown(path)} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
             )
-        if nbytes:
-            if offset % itemsize or slot.offset % itemsize:
-                raise ManifestError(
-                    f"{shown(path)} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
-                )
-            ordered = ordered and offset >= end
-            end = offset + nbytes
-    return ordered
+        if fault == "misaligned":
+            itemsize = itemsizes[kinds[at]]
+            raise ManifestError(
+                f"{shown(path)} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
+            )
+        _refuse_overlap(payload.leaf_paths(structure), sizes, offsets)
+    return [row[:2] for row in types], kinds, offsets, sizes, sums
 
 
 def _column(record: Record, key: str, count: int, high: int) -> list[int]:

@@ -115,7 +115,7 @@ class Judge:
             return None, type(error).__name__
         order = Order.of(manifest, None)
         layout.landing_offsets(order.regions)
-        unflatten(order.structure, [None] * len(order.specs))
+        unflatten(order.structure, [None] * len(order.table))
         return manifest, self._offers(manifest)
 
     def _examine(self, manifest: Manifest, key: bytes | None) -> None:
@@ -135,24 +135,24 @@ class Judge:
     def _order(self, manifest: Manifest, names: Sequence[str] | None) -> None:
         order = Order.of(manifest, names)
         _check(names is None or list(order.structure) == names, "these are not the names asked for")
-        leaves = [f"leaf {index}" for index in range(len(order.specs))]
+        leaves = [f"leaf {index}" for index in range(len(order.table))]
         payload = unflatten(order.structure, leaves)
         _check(list(payload) == list(order.structure), "the payload has other names")
         _check(len(str(order)) < 2000, "the order's name is too long for a message")
         members = [index for region in order.regions for index in region.members]
-        with_bytes = [index for index, spec in enumerate(order.specs) if spec.nbytes]
+        with_bytes = [index for index, spec in enumerate(order.table) if spec.nbytes]
         _check(sorted(members) == with_bytes, "the regions do not have every tensor once")
         end = 0
         for region in order.regions:
             _check(region.start >= end, "regions overlap")
             end = region.start
-            for spec in map(order.specs.__getitem__, region.members):
+            for spec in map(order.table.__getitem__, region.members):
                 _check(spec.offset >= end, "tensors overlap")
                 end = spec.offset + spec.nbytes
             _check(end == region.start + region.nbytes, "a region ends elsewhere than its last tensor")
         _check(end <= manifest.ticket.nbytes, "a region leaves the slot")
         offsets, nbytes = layout.landing_offsets(order.regions)
-        if nbytes > _LANDING_NBYTES or len(order.specs) > 1000:
+        if nbytes > _LANDING_NBYTES or len(order.table) > 1000:
             return
         pieces, end = [], 0
         for offset, region in zip(offsets, order.regions, strict=True):
@@ -160,7 +160,7 @@ class Judge:
             end = offset + region.nbytes
             pieces.append(Piece(region, self._pool[offset:end]))
         _check(end == nbytes, "the landing block has another size")
-        for spec, tensor in zip(order.specs, order.copies(pieces, _CPU), strict=True):
+        for spec, tensor in zip(order.table, order.copies(pieces, _CPU), strict=True):
             _check(
                 (tuple(tensor.shape), tensor.nbytes) == (spec.shape, spec.nbytes),
                 "a tensor has another shape",
@@ -176,7 +176,7 @@ class Judge:
             _check_message(error)
             return
         offsets, nbytes = layout.landing_offsets(order.regions)
-        if max(nbytes, manifest.ticket.nbytes) > _LANDING_NBYTES or len(order.specs) > 1000:
+        if max(nbytes, manifest.ticket.nbytes) > _LANDING_NBYTES or len(order.table) > 1000:
             return
         for source, destination, size in order.spans(offsets):
             _check(0 <= source < source + size <= manifest.ticket.nbytes, "a read leaves the slot")

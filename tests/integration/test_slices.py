@@ -38,9 +38,8 @@ def parts(build, slices, *args):
     from tensorferry import payload
 
     structure, leaves = payload.flatten(build(*args))
-    cut = [
-        leaf.tensor[slices[leaf.path]].contiguous() if leaf.path in slices else leaf.tensor for leaf in leaves
-    ]
+    named = zip(payload.leaf_paths(structure), leaves.tensors, strict=True)
+    cut = [tensor[slices[path]].contiguous() if path in slices else tensor for path, tensor in named]
     return payload.unflatten(structure, cut)
 
 

@@ -90,7 +90,7 @@ def in_pool(tensor: torch.Tensor, pool: torch.Tensor) -> bool:
 # Pulling
 
 
-def test_a_pull_brings_what_was_published_and_releases(pair, mode):
+def test_a_pull_brings_what_was_published_and_releases(pair, way, mode):
     producer, consumer = pair
     got = consumer.pull(producer.publish("a", PAYLOAD))
     assert same(got, PAYLOAD)
@@ -100,7 +100,7 @@ def test_a_pull_brings_what_was_published_and_releases(pair, mode):
     assert statistics.pulls_by_access == {"mapped": 0, "served": 0, "rdma": 0, mode: 1}
     assert statistics.bytes_pulled == read_manifest(producer.publish("b", PAYLOAD)).nbytes
     assert statistics.wire_seconds > 0
-    assert (statistics.landing_seconds > 0) == (mode == "served")
+    assert (statistics.landing_seconds > 0) == (way == "served")
 
 
 def test_results_are_independent_of_both_pools(pair):

@@ -28,7 +28,8 @@ def test_every_error_is_exported():
 
 def test_the_package_is_typed():
     assert resources.files("tensorferry").joinpath("py.typed").is_file()
-    assert resources.files("tensorferry").joinpath("_transport.pyi").is_file()
+    for stub in ("_transport.pyi", "_tensors.pyi"):
+        assert resources.files("tensorferry").joinpath(stub).is_file()
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -8,14 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorferry import layout, packing
+from tensorferry import columns, layout, packing
 from tensorferry.backends.base import PeerOffer, SlotTicket
 from tensorferry.dtypes import SUPPORTED_DTYPES, dtype_to_str
 from tensorferry.layout import ALIGNMENT, MAX_GAP_NBYTES, Region
-from tensorferry.manifest import Manifest, TensorSpec
+from tensorferry.manifest import Manifest, TensorSpec, TensorTable
 from tensorferry.orders import Order, Piece
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["exchange", "older-torch"])
+def exchange(request, monkeypatch):
+    """With torch's own way to take and make many tensors, which it has from 2.10 on, and without."""
+    if not request.param:
+        monkeypatch.setattr(columns, "EXCHANGE", None)
+        monkeypatch.setattr(packing, "EXCHANGE", None)
+    elif columns.EXCHANGE is None:
+        pytest.skip(f"torch {torch.__version__} has no DLPack exchange API")
+
 
 kinds = st.tuples(
     st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]),
@@ -37,27 +49,31 @@ def bits(one: torch.Tensor) -> bytes:
 
 
 def describe(tensors, offsets):
-    return [
-        TensorSpec(f"t{i}", dtype_to_str(one.dtype), tuple(one.shape), offset, one.nbytes)
-        for i, (one, offset) in enumerate(zip(tensors, offsets, strict=True))
-    ]
+    return TensorTable.of(
+        [
+            TensorSpec(f"t{i}", dtype_to_str(one.dtype), tuple(one.shape), offset, one.nbytes)
+            for i, (one, offset) in enumerate(zip(tensors, offsets, strict=True))
+        ]
+    )
 
 
-def order_of(specs):
+def order_of(table):
     slot = SlotTicket(0, 1, bytes(16), 0, 1)
-    manifest = Manifest("r", tuple(specs), None, PeerOffer(bytes(16), "x", b"", ()), slot, 1.0, 2.0)
-    return Order(manifest, None, specs, layout.regions(specs))
+    manifest = Manifest("r", table, {}, PeerOffer(bytes(16), "x", b"", ()), slot, 1.0, 2.0)
+    return Order.of(manifest, None)
 
 
 def round_trip(tensors, unpack=Order.copies):
     """Pack into a slot in the middle of a pool and unpack what has bytes."""
     offsets, nbytes = layout.lay_out(one.nbytes for one in tensors)
     pool = torch.full((8192 + nbytes,), 0xAA, dtype=torch.uint8)
-    packing.pack(pool[4096 : 4096 + nbytes], tensors, offsets)
+    slot = pool[4096 : 4096 + nbytes]
+    described = columns.describe(list(tensors), str)
+    left = packing.pack_columns(slot, described, offsets)
+    packing.pack(slot, [described.tensors[place] for place in left], [offsets[place] for place in left])
     assert bytes(pool[:4096].numpy()) == b"\xaa" * 4096
     assert bytes(pool[4096 + nbytes :].numpy()) == b"\xaa" * 4096
-    specs = describe(tensors, offsets)
-    order = order_of(specs)
+    order = order_of(describe(tensors, offsets))
     pieces = [
         Piece(region, pool[4096 + region.start : 4096 + region.start + region.nbytes])
         for region in order.regions
@@ -97,18 +113,28 @@ def test_tensors_without_bytes_take_no_room():
     check([empty, torch.ones(3), empty, empty, torch.ones(3)])
 
 
-def test_small_results_share_memory_and_large_ones_do_not():
-    small = [torch.full((100,), float(i)) for i in range(10)]
+def test_small_results_share_memory_and_large_ones_do_not(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        packing, "fresh", lambda n, device: sizes.append(n) or torch.empty(n, dtype=torch.uint8)
+    )
+    small = [torch.full((112,), float(i)) for i in range(10)]
     large = [torch.full((10_000,), float(i)) for i in range(3)]
-    found, _ = round_trip([*small, *large])
-    storages = [found[i].untyped_storage() for i in range(13)]
-    assert len({storage.data_ptr() for storage in storages}) == 4
-    assert [storage.nbytes() for storage in storages[10:]] == [40_000] * 3
+    round_trip([*small, *large])
+    assert sizes == [4480, 40_000, 40_000, 40_000]
+    sizes.clear()
+    round_trip([torch.full((2000,), float(i)) for i in range(1000)])
+    assert max(sizes) <= 1 << 20
 
 
-def test_one_small_result_keeps_no_more_than_a_chunk():
-    found, _ = round_trip([torch.full((2000,), float(i)) for i in range(1000)])
-    assert max(one.untyped_storage().nbytes() for one in found) <= 1 << 20
+def test_a_result_keeps_its_memory_alive():
+    found, _ = round_trip([torch.full((100,), float(i)) for i in range(10)])
+    last = found[9]
+    del found
+    gc.collect()
+    blocks = [torch.full((1120,), -1.0) for _ in range(100)]
+    assert last.tolist() == [9.0] * 100
+    assert blocks[0][0] == -1
 
 
 def test_results_above_the_huge_page_limit():
@@ -145,8 +171,8 @@ def test_regions_bridge_small_gaps_only():
 
     near, far = 100 + MAX_GAP_NBYTES, 201 + 2 * MAX_GAP_NBYTES
     specs = [spec(far, 10), spec(0, 100), spec(near, 100), spec(5, 0)]
-    assert layout.regions(specs) == [Region(0, near + 100, [1, 2]), Region(far, 10, [0])]
-    assert layout.regions([spec(7, 0)]) == []
+    assert layout.regions(TensorTable.of(specs)) == [Region(0, near + 100, [1, 2]), Region(far, 10, [0])]
+    assert layout.regions(TensorTable.of([spec(7, 0)])) == []
 
 
 def test_landing_keeps_the_alignment_within_the_slot():

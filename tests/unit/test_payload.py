@@ -63,12 +63,16 @@ def same(a: Any, b: Any) -> bool:
 
 def round_trip(tensors: Any) -> Any:
     structure, leaves = flatten(tensors)
-    return unflatten(structure, [leaf.tensor for leaf in leaves])
+    return unflatten(structure, leaves.tensors)
 
 
 def only(value: Any) -> torch.Tensor:
-    ((_, tensor),) = flatten({"x": value})[1]
+    (tensor,) = flatten({"x": value})[1].tensors
     return tensor
+
+
+def paths(tensors: Any) -> list[str]:
+    return leaf_paths(flatten(tensors)[0])
 
 
 def test_holes_empties_and_kinds_come_back_exactly():
@@ -100,19 +104,16 @@ nodes = st.recursive(
 def test_any_structure_comes_back_with_distinct_paths(tensors):
     assert same(round_trip(tensors), tensors)
     structure, leaves = flatten(tensors)
-    assert [leaf.path for leaf in leaves] == leaf_paths(structure)
-    assert len({leaf.path for leaf in leaves}) == len(leaves)
+    assert len(set(leaf_paths(structure))) == len(leaves.tensors)
 
 
 def test_paths_read_like_python():
-    _, leaves = flatten({"outputs": [{"audio": T, "a b": T}], "layer.0.weight": T, "pooled": (None, T)})
-    paths = [leaf.path for leaf in leaves]
-    assert paths == ["outputs[0].audio", 'outputs[0]["a b"]', "layer.0.weight", "pooled[1]"]
+    tensors = {"outputs": [{"audio": T, "a b": T}], "layer.0.weight": T, "pooled": (None, T)}
+    assert paths(tensors) == ["outputs[0].audio", 'outputs[0]["a b"]', "layer.0.weight", "pooled[1]"]
 
 
 def test_names_that_would_give_one_path_are_quoted():
-    _, leaves = flatten({"a.b": T, "a": {"b": T}})
-    assert [leaf.path for leaf in leaves] == ['["a.b"]', "a.b"]
+    assert paths({"a.b": T, "a": {"b": T}}) == ['["a.b"]', "a.b"]
 
 
 def test_any_mapping_is_a_payload():
@@ -238,7 +239,6 @@ def test_leaves_are_plain_tensors():
     for tensor in (parameter, labelled, torch.ones(2, requires_grad=True)):
         taken = only(tensor)
         assert type(taken) is torch.Tensor
-        assert not taken.requires_grad
         assert taken.data_ptr() == tensor.data_ptr()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed stub is the one that the native module gives."""
+"""The committed stubs are those that the native modules give."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_stub_is_up_to_date(tmp_path: Path):
-    fresh = tmp_path / "_transport.pyi"
+def test_the_stubs_are_up_to_date(tmp_path: Path):
     environment = {**os.environ, "PYTHON": sys.executable}
     subprocess.run(
-        ["bash", str(ROOT / "scripts" / "stubs.sh"), str(fresh)], env=environment, check=True, timeout=60
+        ["bash", str(ROOT / "scripts" / "stubs.sh"), str(tmp_path)], env=environment, check=True, timeout=60
     )
-    committed = ROOT / "src" / "tensorferry" / "_transport.pyi"
-    assert fresh.read_text() == committed.read_text(), "run scripts/stubs.sh and commit the result"
+    for name in ("_transport.pyi", "_tensors.pyi"):
+        committed = ROOT / "src" / "tensorferry" / name
+        assert (tmp_path / name).read_text() == committed.read_text(), (
+            "run scripts/stubs.sh and commit the result"
+        )
