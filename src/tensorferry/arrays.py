@@ -11,6 +11,8 @@ import torch
 from tensorferry.dtypes import SUPPORTED_DTYPES
 from tensorferry.errors import UsageError
 
+_MOST_NBYTES = 1 << 62  # a view may repeat its elements, and torch's own nbytes overflows
+
 _SUPPORTED = frozenset(SUPPORTED_DTYPES)
 
 
@@ -50,6 +52,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in _SUPPORTED:
         hint = "; send its int_repr() and scale" if tensor.is_quantized else ""
         raise UsageError(f"a tensor of {tensor.dtype} cannot be sent{hint}")
+    if tensor.numel() * tensor.itemsize > _MOST_NBYTES:
+        raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has more bytes than memory can hold")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():

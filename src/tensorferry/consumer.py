@@ -259,7 +259,7 @@ class Consumer:
             raise UsageError(
                 f"tensors are borrowed where they are, on cpu or {self._device}, not on {place}; use pull()"
             )
-        with self._receiver.counting_failures():
+        with self._receiver.counting_failures:
             order = self._order(manifest, names, slices)
         with self._receiver.lend(order, place, deadline, release=release) as tensors:
             yield tensors
@@ -316,8 +316,8 @@ class Consumer:
             failed_pulls=counts["failed_pulls"],
             pulls_by_access={access: counts[access] for access in ACCESSES[1:]},
             bytes_pulled=counts["bytes_pulled"],
-            wire_seconds=seconds["wire"],
-            landing_seconds=seconds["landing"],
+            wire_seconds=seconds.get("wire", 0.0),
+            landing_seconds=seconds.get("landing", 0.0),
             integrity_failures=counts["integrity_failures"],
             reconnects=counts["reconnects"],
         )
@@ -347,7 +347,7 @@ class Consumer:
         slices: Mapping[str, Index] | None,
         device: torch.device | str | None,
     ) -> tuple[Order, torch.device]:
-        with self._lifetime.use(), self._receiver.counting_failures():
+        with self._lifetime.use(), self._receiver.counting_failures:
             place = self._device if device is None else arguments.as_device(device)
             return self._order(manifest, names, slices), place
 

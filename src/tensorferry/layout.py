@@ -52,7 +52,10 @@ def regions(table: TensorTable, alone: Collection[int] = ()) -> list[Region]:
     """
     offsets, sizes = table.offsets, table.sizes
     found = [Region(offsets[place], sizes[place], [place]) for place in alone if sizes[place]]
-    others = [place for place, nbytes in enumerate(sizes) if nbytes and place not in alone]
+    if alone or 0 in sizes:
+        others = [place for place, nbytes in enumerate(sizes) if nbytes and place not in alone]
+    else:
+        others = list(range(len(sizes)))
     others.sort(key=offsets.__getitem__)
     return found + list(starmap(Region, _tensors.regions(others, offsets, sizes, MAX_GAP_NBYTES)))
 

@@ -8,8 +8,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from tensorferry.arguments import Deadline
 from tensorferry.errors import ClosedError, ForkedProcessError
@@ -17,7 +17,7 @@ from tensorferry.errors import ClosedError, ForkedProcessError
 _EXIT_SECONDS = 1.0
 
 
-class Lifetime:
+class Lifetime(AbstractContextManager[None]):
     """Whether an object is open, whose it is, and which calls are inside it.
 
     Args:
@@ -27,7 +27,8 @@ class Lifetime:
     def __init__(self, what: str) -> None:
         self.what = what
         self._process = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._inside = 0
         self._closed = False
 
@@ -64,25 +65,27 @@ class Lifetime:
         if self._closed:
             raise ClosedError(f"{self.what} is closed")
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Count the block as a call that :meth:`wait_until_unused` waits for.
+    def use(self) -> AbstractContextManager[None]:
+        """Count a block as a call that :meth:`wait_until_unused` waits for.
 
         Raises:
             ForkedProcessError: As for :meth:`check`.
             ClosedError: As for :meth:`check`.
         """
-        self.check()
-        with self._changed:
-            self.check()
+        return self  # it keeps nothing of a block; every call of the library comes here several times
+
+    def __enter__(self) -> None:
+        self.check_process()
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.what} is closed")
             self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._changed.notify_all()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._changed.notify_all()
 
     def close(self) -> bool:
         """Let no new call in; return whether this is the first time."""

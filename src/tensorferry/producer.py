@@ -332,7 +332,7 @@ class Producer:
         stream: torch.cuda.Stream | None,
         timeout: float,
     ) -> tuple[Terms, Placed, Deadline | None]:
-        with self._lifetime.use(), self._publisher.counting_failures():
+        with self._lifetime.use(), self._publisher.counting_failures:
             terms = self._terms(request_id, metadata, consumers, lease, stream)
             wait = _wait(timeout)
             return terms, place(tensors), wait

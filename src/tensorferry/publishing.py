@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +18,7 @@ from tensorferry import layout, packing
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import ExportedPool
 from tensorferry.columns import TensorColumns
+from tensorferry.counting import Counts
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import UsageError
 from tensorferry.manifest import Checksum, Manifest, TensorTable, encode_manifest
@@ -139,9 +139,9 @@ class Publisher:
         woken = threading.Event()
         # Nothing of ours that refers to this object: it would live until the collector comes.
         self.dispatcher = Dispatcher(lifetime.what, partial(_sleep, woken), woken.set)
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
+        self._counts = Counts()
+        self.counting_failures = self._counts.failing("failed_publishes")
+        """Counts each block that raises as a failed publish."""
 
     def publish(self, terms: Terms, payload: Placed, deadline: Deadline | None) -> Steps[bytes]:
         """Copy a payload into a slot, and return its manifest.
@@ -156,7 +156,7 @@ class Publisher:
 
         After an error nothing is published and no room is held.
         """
-        with self._lifetime.use(), self.counting_failures():
+        with self._lifetime.use(), self.counting_failures:
             held = yield from self.hold(terms.request_id, payload.nbytes, deadline)
             try:
                 started = time.perf_counter()
@@ -183,7 +183,7 @@ class Publisher:
         Raises:
             TensorferryError: As :meth:`tensorferry.Reservation.publish` says.
         """
-        with self._lifetime.use(), self.counting_failures():
+        with self._lifetime.use(), self.counting_failures:
             started = time.perf_counter()
             placed = place_in(self.slot(held), payload)
             with torch.no_grad(), completed_copies({self.pool.device}, terms.stream):
@@ -212,22 +212,12 @@ class Publisher:
         """Return the memory of a slot that is held."""
         return self.pool[held.loan.offset : held.loan.offset + held.loan.nbytes]
 
-    @contextmanager
-    def counting_failures(self) -> Iterator[None]:
-        """Count the block as a failed publish if it raises."""
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                self._counts["failed_publishes"] += 1
-            raise
-
     def figures(self) -> tuple[Counter[str], float]:
         """Return all counters, and the seconds that publishing took without waiting for room."""
         counts = self.publications.count()
-        with self._lock:
-            counts.update(self._counts)
-            return counts, self._seconds
+        own, seconds = self._counts.figures()
+        counts.update(own)
+        return counts, seconds.get("publish", 0.0)
 
     def close(self, timeout: float) -> None:
         """End all requests and publications, wake everyone who waits, and close the pool."""
@@ -270,10 +260,8 @@ class Publisher:
         except BaseException:
             self.publications.undo(publication, held)
             raise
-        with self._lock:
-            self._counts["publications"] += 1
-            self._counts["bytes_published"] += manifest.nbytes
-            self._seconds += time.perf_counter() - started
+        self._counts.add(publications=1, bytes_published=manifest.nbytes)
+        self._counts.add_seconds("publish", time.perf_counter() - started)
         return data
 
     def _table(self, held: Held, payload: Placed) -> TensorTable:

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import secrets
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from tensorferry import layout, steps, wire
 from tensorferry.arguments import Deadline
-from tensorferry.backends.base import Access, Connection, Read, Reader
+from tensorferry.backends.base import Access, Connection, Read, Reader, Releaser
+from tensorferry.counting import Counts
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import (
     ClosedError,
@@ -46,6 +46,7 @@ class Arrival(NamedTuple):
     pieces: list[Piece]
     loan: Loan | None
     tensors: list[torch.Tensor] | None = None  # the results, where bytes landed in them
+    released: bool = False  # together with the read
 
 
 class Receiver:
@@ -71,10 +72,10 @@ class Receiver:
         self._lifetime = lifetime
         self._key = key
         self._consumer = secrets.token_bytes(16)
-        self._lock = threading.Lock()
         self._routes = Routes(reader, access, lifetime)
-        self._counts: Counter[str] = Counter()
-        self._seconds: dict[str, float] = {"wire": 0.0, "landing": 0.0}
+        self._counts = Counts()
+        self.counting_failures = self._counts.failing("failed_pulls")
+        """Counts each block that raises as a failed pull."""
 
     def pull(
         self,
@@ -97,7 +98,7 @@ class Receiver:
 
         def attempt(connection: Connection) -> Steps[list[torch.Tensor]]:
             if connection.access == "mapped":
-                with self._timed("wire"):
+                with self._counts.timed("wire"):
                     in_place, pieces = self._mapped(connection, order)
                     results = copied(in_place, pieces)
                     self._verify(connection, in_place, pieces)
@@ -105,18 +106,18 @@ class Receiver:
                     self._release(connection, order)
                 return results
             direct = device.type == "cpu" and connection.lands_anywhere and order.suits_results
-            arrival = yield from self._land(connection, order, deadline, direct=direct)
+            arrival = yield from self._land(connection, order, deadline, direct=direct, release=release)
             try:
-                if release:
+                if release and not arrival.released:
                     self._release(connection, order)
                 if arrival.tensors is not None:
                     return arrival.tensors
-                with self._timed("landing"), torch.no_grad():
+                with self._counts.timed("landing"), torch.no_grad():
                     return copied(order, arrival.pieces)
             finally:
                 self._give_back(arrival)
 
-        with self._lifetime.use(), self.counting_failures(), self._explained(order):
+        with self._lifetime.use(), self.counting_failures, _Explained(self._lifetime, order):
             tensors = yield from self._counted(order, self._routes.take(order, deadline, attempt))
             return unflatten(order.structure, tensors)
 
@@ -137,14 +138,14 @@ class Receiver:
             self._verify(connection, in_place, pieces)
             return Arrival(connection, in_place, pieces, None)
 
-        with self._lifetime.use(), self.counting_failures(), self._explained(order):
+        with self._lifetime.use(), self.counting_failures, _Explained(self._lifetime, order):
             arrival = steps.run(self._counted(order, self._routes.take(order, deadline, attempt)))
         place = torch.device("cpu") if arrival.loan is None else self.device
         try:
             with torch.no_grad():
                 views = arrival.order.views(arrival.pieces, place)
             yield unflatten(order.structure, views)
-            with self._lifetime.use(), self._explained(order):
+            with self._lifetime.use(), _Explained(self._lifetime, order):
                 if arrival.connection.access == "mapped" and arrival.loan is None:
                     arrival.connection.verify(order.manifest.ticket)
                 if release:
@@ -161,22 +162,11 @@ class Receiver:
             return
         self._tell(connection, kind, order)
 
-    @contextmanager
-    def counting_failures(self) -> Iterator[None]:
-        """Count the block as a failed pull if it raises."""
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                self._counts["failed_pulls"] += 1
-            raise
-
     def figures(self) -> tuple[Counter[str], dict[str, float]]:
         """Return copies of the counters, and of the seconds."""
-        with self._lock:
-            counts = self._counts.copy()
-            counts["reconnects"] = self._routes.reconnects
-            return counts, self._seconds.copy()
+        counts, seconds = self._counts.figures()
+        counts["reconnects"] = self._routes.reconnects
+        return counts, seconds
 
     def close(self, timeout: float) -> None:
         """Cancel running reads, wake everyone who waits, and close the reader."""
@@ -201,10 +191,7 @@ class Receiver:
 
     def _counted(self, order: Order, attempt: Steps[tuple[Connection, _T]]) -> Steps[_T]:
         connection, result = yield from attempt
-        with self._lock:
-            self._counts["pulls"] += 1
-            self._counts["bytes_pulled"] += order.nbytes
-            self._counts[connection.access] += 1
+        self._counts.add(pulls=1, bytes_pulled=order.nbytes, **{connection.access: 1})
         return result
 
     def _mapped(self, connection: Connection, order: Order) -> tuple[Order, list[Piece]]:
@@ -216,12 +203,18 @@ class Receiver:
         ]
 
     def _land(
-        self, connection: Connection, order: Order, deadline: Deadline, *, direct: bool = False
+        self,
+        connection: Connection,
+        order: Order,
+        deadline: Deadline,
+        *,
+        direct: bool = False,
+        release: bool = False,
     ) -> Steps[Arrival]:
         """Bring the wanted bytes into landing memory, or ``direct`` into that of the results.
 
         Both take room in the pool, which bounds what is under way; there is no loan where there
-        are no bytes.
+        are no bytes.  To ``release`` is a wish, which a backend grants where nothing is left to be checked.
         """
         offsets, nbytes = layout.landing_offsets(order.regions)
         if not nbytes:
@@ -230,6 +223,7 @@ class Receiver:
             else:
                 yield from self._routes.wait(connection.read(order.manifest.ticket, ()), deadline)
             return Arrival(connection, order, [], None, order.views([], _CPU) if direct else None)
+        releaser = self._releaser(order) if release and order.manifest.checksum is None else None
         loan = yield from self.landing.take(nbytes, str(order), deadline)
         read: Read | None = None
         tensors: list[torch.Tensor] | None = None
@@ -242,18 +236,19 @@ class Receiver:
                     Piece(region, memory[offset : offset + region.nbytes])
                     for region, offset in zip(order.regions, offsets, strict=True)
                 ]
-            with self._timed("wire"):
+            with self._counts.timed("wire"):
                 if connection.access == "mapped":
                     self._copy_into(connection, order, pieces)
                 else:
                     ticket = order.manifest.ticket
                     if direct:
                         sources, memories = zip(*order.targets(pieces), strict=True)
-                        read = connection.read_into(ticket, sources, memories)
+                        read = connection.read_into(ticket, sources, memories, releaser)
                         with torch.no_grad():
                             tensors = order.views(pieces, _CPU)  # while the bytes are on their way
                     else:
-                        read = connection.read(ticket, order.spans([loan.offset + at for at in offsets]))
+                        spans = order.spans([loan.offset + at for at in offsets])
+                        read = connection.read(ticket, spans, releaser)
                     yield from self._routes.wait(read, deadline)
                 self._verify(connection, order, pieces)
         except BaseException:
@@ -263,7 +258,7 @@ class Receiver:
                 self.landing.give_up(loan, read)
                 self._reader.wake()  # requests that wait for room look for it from now on
             raise
-        return Arrival(connection, order, pieces, loan, tensors)
+        return Arrival(connection, order, pieces, loan, tensors, releaser is not None and read is not None)
 
     def _copy_into(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
         with torch.no_grad(), completed_copies({self.device}, None):
@@ -282,16 +277,21 @@ class Receiver:
         if connection.access == "mapped":  # else Read.wait() has checked already
             connection.verify(order.manifest.ticket)
         if mismatch is not None:
-            with self._lock:
-                self._counts["integrity_failures"] += 1
+            self._counts.add(integrity_failures=1)
             raise mismatch
 
     def _release(self, connection: Connection, order: Order) -> None:
         self._tell(connection, "release", order)
 
     def _tell(self, connection: Connection, kind: Literal["release", "reject"], order: Order) -> None:
+        connection.notify(kind, order.manifest.ticket, self._consumer, self._mac(kind, order))
+
+    def _releaser(self, order: Order) -> Releaser:
+        return Releaser(self._consumer, self._mac("release", order))
+
+    def _mac(self, kind: Literal["release", "reject"], order: Order) -> bytes:
         ticket = order.manifest.ticket
-        mac = wire.notice_mac(
+        return wire.notice_mac(
             self._key,
             kind,
             producer=order.manifest.peer.uid,
@@ -300,33 +300,29 @@ class Receiver:
             token=ticket.token,
             consumer=self._consumer,
         )
-        connection.notify(kind, ticket, self._consumer, mac)
 
     def _give_back(self, arrival: Arrival) -> None:
         if arrival.loan is not None:
             self.landing.give_back(arrival.loan)
 
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        with self._lock:
-            self._seconds[what] += time.perf_counter() - started
 
-    @contextmanager
-    def _explained(self, order: Order) -> Iterator[None]:
-        """Say in errors of the backend which request they are about."""
-        try:
-            yield
-        except ClosedError:
-            raise
-        except TensorferryError as error:
-            if self._lifetime.closed:
-                raise ClosedError(f"{self._lifetime.what} was closed during {order}") from error
-            text = str(error)
-            if repr(order.manifest.request_id) not in text:
-                error.args = (f"{order}: {text}", *error.args[1:])
-            raise
+class _Explained(AbstractContextManager[None]):
+    """Says in errors of the backend which request they are about."""
+
+    def __init__(self, lifetime: Lifetime, order: Order) -> None:
+        self._lifetime = lifetime
+        self._order = order
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, TensorferryError) or isinstance(error, ClosedError):
+            return
+        if self._lifetime.closed:
+            raise ClosedError(f"{self._lifetime.what} was closed during {self._order}") from error
+        text = str(error)
+        if repr(self._order.manifest.request_id) not in text:
+            error.args = (f"{self._order}: {text}", *error.args[1:])
 
 
 def _sleep(reader: Reader, landing: Landing, timeout: float) -> None:

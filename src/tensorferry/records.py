@@ -29,6 +29,10 @@ class Record:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
+    def get(self, key: str) -> Any:
+        """Return a value unchecked; None if there is none."""
+        return self._entries.get(key)
+
     def _take(self, key: str, kind: type) -> Any:
         if key not in self._entries:
             raise ManifestError(f"{self._what} has no {key!r}")

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
 from tensorferry.errors import UsageError
 
+_NOTHING = nullcontext()
 
-@contextmanager
+
 def completed_copies(
     devices: Iterable[torch.device],
     stream: torch.cuda.Stream | None,
     after: Sequence[torch.cuda.Event] = (),
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run copies in the block; all of them are complete when it ends.
 
     The copies are queued behind what the current stream of each device, or ``stream`` on its
@@ -35,11 +36,17 @@ def completed_copies(
     """
     places = {device for device in devices if device.type == "cuda"}
     if not places:
-        yield
-        return
+        return _NOTHING
     if stream is not None and stream.device not in places:
         names = ", ".join(sorted(map(str, places)))
         raise UsageError(f"stream is on {stream.device}, but the tensors and the pool are on {names}")
+    return _completed(places, stream, after)
+
+
+@contextmanager
+def _completed(
+    places: set[torch.device], stream: torch.cuda.Stream | None, after: Sequence[torch.cuda.Event]
+) -> Iterator[None]:
     with ExitStack() as stack:
         if stream is not None:
             stack.enter_context(_on_stream(stream))

@@ -28,6 +28,12 @@ MAX_DIMS = 64
 MAX_CONSUMERS = (1 << 31) - 1
 UID_NBYTES = TOKEN_NBYTES = 16
 
+# Offers that were checked, by uid.  Larger ones than any backend gives are checked each time, so that
+# peers cannot fill the memory.
+_known_peers: dict[bytes, PeerOffer] = {}
+_MOST_KNOWN_PEERS = 4096
+_USUAL_OFFER_NBYTES = 4096
+
 _CONTAINERS = {dict, list}
 _METADATA = {*_CONTAINERS, type(None), bool, int, float, str, bytes}
 
@@ -48,9 +54,47 @@ def ticket(record: Record) -> SlotTicket:
 
 
 def peer(record: Record) -> PeerOffer:
-    """Take the peer's record; offers of an access that is not known here are left out."""
+    """Take the peer's record; offers of an access that is not known here are left out.
+
+    Equal records give one object: all manifests of a producer have the same.
+    """
+    uid = record.binary("uid", UID_NBYTES, UID_NBYTES)
+    values = record.items("offers", MAX_OFFERS)
+    known = _known_peers.get(uid)
+    if known is not None and _is(known, record, values):
+        return known
+    checked = PeerOffer(
+        uid=uid,
+        backend=record.text("backend", MAX_BACKEND_NBYTES),
+        host=record.binary("host", 0, MAX_HOST_NBYTES),
+        offers=_offers(values),
+    )
+    if sum(len(offer.address) + len(offer.key) for offer in checked.offers) <= _USUAL_OFFER_NBYTES:
+        if len(_known_peers) >= _MOST_KNOWN_PEERS:
+            _known_peers.clear()
+        _known_peers[uid] = checked
+    return checked
+
+
+def _is(known: PeerOffer, record: Record, values: list[Any]) -> bool:
+    """Return whether a record is, value by value and in the same order, what gave this offer."""
+    return (
+        record.get("backend") == known.backend
+        and record.get("host") == known.host
+        and len(values) == len(known.offers)
+        and all(
+            type(value) is dict
+            and value.get("access") == offer.access
+            and value.get("address") == offer.address
+            and value.get("key") == offer.key
+            for value, offer in zip(values, known.offers, strict=True)
+        )
+    )
+
+
+def _offers(values: list[Any]) -> tuple[AccessOffer, ...]:
     offers: dict[str, AccessOffer] = {}
-    for value in record.items("offers", MAX_OFFERS):
+    for value in values:
         entry = Record(value, "an offer")
         access = entry.text("access", MAX_BACKEND_NBYTES)
         if access not in get_args(Access):
@@ -62,12 +106,7 @@ def peer(record: Record) -> PeerOffer:
             address=entry.binary("address", 0, MAX_ADDRESS_NBYTES),
             key=entry.binary("key", 0, MAX_KEY_NBYTES),
         )
-    return PeerOffer(
-        uid=record.binary("uid", UID_NBYTES, UID_NBYTES),
-        backend=record.text("backend", MAX_BACKEND_NBYTES),
-        host=record.binary("host", 0, MAX_HOST_NBYTES),
-        offers=tuple(offers.values()),
-    )
+    return tuple(offers.values())
 
 
 def check_metadata(value: dict[str, Any]) -> None:

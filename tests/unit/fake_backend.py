@@ -24,6 +24,7 @@ from tensorferry.backends.base import (
     PeerOffer,
     Read,
     Reader,
+    Releaser,
     SlotTicket,
     Span,
 )
@@ -136,9 +137,12 @@ class FakePool(ExportedPool):
 class FakeRead(Read):
     """Ends at once, unless ``failure`` is set; then it settles when told to."""
 
-    def __init__(self, failure: Exception | None, verify: Callable[[], None]) -> None:
+    def __init__(
+        self, failure: Exception | None, verify: Callable[[], None], release: Callable[[], None]
+    ) -> None:
         self._failure = failure
         self._verify = verify
+        self._release = release
         self.cancelled = threading.Event()
         self._callback: Callable[[], None] = lambda: None
         self.is_settled = failure is None
@@ -157,6 +161,7 @@ class FakeRead(Read):
         if self._failure is not None:
             raise self._failure
         self._verify()
+        self._release()
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -183,8 +188,8 @@ class FakeConnection(Connection):
     def broken(self) -> bool:
         return self.is_broken
 
-    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
-        read = self._post(ticket, spans)
+    def read(self, ticket: SlotTicket, spans: Sequence[Span], releaser: Releaser | None = None) -> Read:
+        read = self._post(ticket, spans, releaser)
         if read.is_settled:
             source = self.peer.slot(ticket)
             for span in spans:
@@ -192,11 +197,15 @@ class FakeConnection(Connection):
                 landed.copy_(source[span.source : span.source + span.nbytes])
         return read
 
-    def _post(self, ticket: SlotTicket, spans: Sequence[Span]) -> FakeRead:
+    def _post(self, ticket: SlotTicket, spans: Sequence[Span], releaser: Releaser | None) -> FakeRead:
         self._check(ticket)
         self.reader.posted.append(list(spans))
         failure = self.reader.read_failures.pop(0) if self.reader.read_failures else None
-        read = FakeRead(failure, lambda: self.verify(ticket))
+        read = FakeRead(
+            failure,
+            lambda: self.verify(ticket),
+            lambda: None if releaser is None else self.notify("release", ticket, *releaser),
+        )
         self.reader.reads.append(read)
         self.reader.on_read(read)
         return read
@@ -205,9 +214,15 @@ class FakeConnection(Connection):
     def lands_anywhere(self) -> bool:
         return self.reader.lands_anywhere and self._access == "served"
 
-    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
+    def read_into(
+        self,
+        ticket: SlotTicket,
+        sources: Sequence[int],
+        memories: Sequence[torch.Tensor],
+        releaser: Releaser | None = None,
+    ) -> Read:
         ranges = list(zip(sources, memories, strict=True))
-        read = self._post(ticket, [Span(source, -1, len(one)) for source, one in ranges])
+        read = self._post(ticket, [Span(source, -1, len(one)) for source, one in ranges], releaser)
         if read.is_settled:
             for source, one in ranges:
                 one.copy_(self.peer.slot(ticket)[source : source + len(one)])

@@ -578,7 +578,7 @@ def test_wrong_arguments_are_named(make_consumer, make_producer):
 def test_a_forked_child_cannot_use_it_and_does_not_touch_it(make_consumer, make_producer):
     consumer, producer = make_consumer(), make_producer()
     manifest = producer.publish("a", PAYLOAD)
-    with consumer._receiver._lock, warnings.catch_warnings():
+    with consumer._receiver._counts._lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         child = os.fork()
         if child == 0:

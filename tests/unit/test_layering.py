@@ -21,6 +21,7 @@ LAYERS = (
         "arguments",
         "arrays",
         "columns",
+        "counting",
         "metadata",
         "metrics",
         "pages",

@@ -499,7 +499,7 @@ def test_a_forked_child_cannot_use_it_and_does_not_touch_it(make_producer):
         return 3 if backend().closed else 0
 
     publisher = producer._publisher
-    with publisher.publications._changed, publisher._lock:  # as another thread could hold them
+    with publisher.publications._changed, publisher._counts._lock:  # as another thread could hold them
         assert in_child(child) == 0
     assert producer.statistics().live == 1
 

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -14,6 +15,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -103,6 +105,14 @@ bool wait(tf::Read& read, double timeout) {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     if (left <= std::chrono::nanoseconds::zero()) return false;
   }
+}
+
+// Reads take who releases the slot as a consumer and a MAC, or none.
+using ReleaserTuple = std::optional<std::pair<nb::bytes, nb::bytes>>;
+
+std::optional<tf::Releaser> releaser_of(const ReleaserTuple& releaser) {
+  if (!releaser) return std::nullopt;
+  return tf::Releaser{identifier_of(releaser->first), array_of<tf::Mac>(releaser->second)};
 }
 
 // Endpoint.release() and reject().
@@ -249,31 +259,33 @@ NB_MODULE(_transport, m) {
           "read_served",
           [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
              std::uint64_t offset, std::uint64_t nbytes, const std::vector<SpanTuple>& spans,
-             const std::shared_ptr<tf::MemoryRegion>& destination) {
-            return self.read_served(ticket_of(index, generation, token, offset, nbytes), spans_of(spans), destination);
+             const std::shared_ptr<tf::MemoryRegion>& destination, const ReleaserTuple& releaser) {
+            return self.read_served(ticket_of(index, generation, token, offset, nbytes), spans_of(spans), destination,
+                                    releaser_of(releaser));
           },
-          "index"_a, "generation"_a, "token"_a, "offset"_a, "nbytes"_a, "spans"_a, "destination"_a)
+          "index"_a, "generation"_a, "token"_a, "offset"_a, "nbytes"_a, "spans"_a, "destination"_a,
+          "releaser"_a = nb::none())
       .def(
           "read_served_into",
           [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
              std::uint64_t offset, std::uint64_t nbytes, const std::vector<SpanTuple>& spans,
-             const std::vector<std::shared_ptr<tf::Memory>>& memories) {
-            return self.read_served_into(ticket_of(index, generation, token, offset, nbytes), spans_of(spans),
-                                         memories);
+             const std::vector<std::shared_ptr<tf::Memory>>& memories, const ReleaserTuple& releaser) {
+            return self.read_served_into(ticket_of(index, generation, token, offset, nbytes), spans_of(spans), memories,
+                                         releaser_of(releaser));
           },
           "index"_a, "generation"_a, "token"_a, "offset"_a, "nbytes"_a, "spans"_a, "memories"_a,
-          "The caller keeps what the memories borrow alive until the read is settled.")
+          "releaser"_a = nb::none(), "The caller keeps what the memories borrow alive until the read is settled.")
       .def(
           "read_remote",
           [](tf::Endpoint& self, std::uint32_t index, std::uint64_t generation, const nb::bytes& token,
              std::uint64_t offset, std::uint64_t nbytes, const std::vector<SpanTuple>& spans,
              const std::shared_ptr<tf::MemoryRegion>& destination, const std::shared_ptr<tf::RemoteKey>& pool,
-             const std::shared_ptr<tf::RemoteKey>& control) {
+             const std::shared_ptr<tf::RemoteKey>& control, const ReleaserTuple& releaser) {
             return self.read_remote(ticket_of(index, generation, token, offset, nbytes), spans_of(spans), destination,
-                                    pool, control);
+                                    pool, control, releaser_of(releaser));
           },
           "index"_a, "generation"_a, "token"_a, "offset"_a, "nbytes"_a, "spans"_a, "destination"_a, "pool"_a,
-          "control"_a)
+          "control"_a, "releaser"_a = nb::none())
       .def(
           "unpack",
           [](tf::Endpoint& self, const nb::bytes& key, std::uint64_t address, std::uint64_t nbytes) {

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -40,6 +41,17 @@ TypeKey key_of(const dlpack::DataType& type) {
 
 std::uint64_t itemsize_of(const dlpack::DataType& type) {
   return std::uint64_t{type.bits} * type.lanes / 8;
+}
+
+// None where it would be more than memory can hold: views may repeat an element any number of times.
+std::optional<std::uint64_t> nbytes_of(const dlpack::DataType& type, const std::int64_t* shape, std::size_t ndim) {
+  if (std::find(shape, shape + ndim, 0) != shape + ndim) return 0;
+  std::uint64_t nbytes = itemsize_of(type);
+  for (std::size_t i = 0; i < ndim; ++i) {
+    if (shape[i] < 0 || __builtin_mul_overflow(nbytes, static_cast<std::uint64_t>(shape[i]), &nbytes)) return {};
+  }
+  if (nbytes >> 62 != 0) return {};
+  return nbytes;
 }
 
 // Whether the elements lie in row-major order without gaps.
@@ -161,7 +173,10 @@ class TensorExchange {
     for (std::size_t i = 0; i < values.size(); ++i) {
       PyObject* value = values[i].ptr();
       dlpack::Tensor tensor;
-      if (!is_plain(value, tensor)) {
+      std::optional<std::uint64_t> nbytes;
+      if (is_plain(value, tensor))
+        nbytes = nbytes_of(tensor.dtype, tensor.shape, static_cast<std::size_t>(tensor.ndim));
+      if (!nbytes) {
         list.odd.push_back(i);
         continue;
       }
@@ -177,11 +192,9 @@ class TensorExchange {
         last = &place->first;
         last_kind = place->second;
       }
-      std::uint64_t nbytes = itemsize_of(tensor.dtype);
-      for (const std::int64_t size : last->second) nbytes *= static_cast<std::uint64_t>(size);
       const bool here = tensor.device.type == dlpack::kCpu && is_compact(tensor);
       list.entries.push_back(
-          {last_kind, nbytes, here ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr});
+          {last_kind, *nbytes, here ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr});
     }
     return list;
   }
@@ -197,14 +210,16 @@ class TensorExchange {
       const auto found = dtypes_.find(name);
       if (found == dtypes_.end()) throw nb::value_error(("there is no dtype " + name).c_str());
       dtypes.push_back(found->second);
+      const auto nbytes = nbytes_of(found->second, shape.data(), shape.size());
+      if (!nbytes) throw nb::value_error("a tensor has more elements than memory can hold");
+      sizes.push_back(*nbytes);
       Shape row_major(shape.size());
       std::int64_t stride = 1;
       for (std::size_t i = shape.size(); i-- > 0;) {
         row_major[i] = stride;
-        stride *= shape[i];
+        stride *= std::max<std::int64_t>(shape[i], 1);
       }
       strides.push_back(std::move(row_major));
-      sizes.push_back(static_cast<std::uint64_t>(stride) * itemsize_of(found->second));
     }
     const nb::object made = nb::steal(PyList_New(static_cast<Py_ssize_t>(kinds.size())));
     if (!made.is_valid()) nb::raise_python_error();

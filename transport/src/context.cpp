@@ -14,19 +14,10 @@ namespace {
 constexpr unsigned kApiMajor = 1;
 constexpr unsigned kApiMinor = 12;
 
-// Whether the library is older than 1.`minor`.
-bool older_than(const Library& library, unsigned minor) {
-  unsigned its_major = 0;
-  unsigned its_minor = 0;
-  unsigned its_release = 0;
-  library.ucp_get_version(&its_major, &its_minor, &its_release);
-  return its_major == 1 && its_minor < minor;
-}
-
 // UCX before 1.17 looks up a transport's settings without the transport's name, for every transport
 // that has such a setting; its environment variables have the name in all versions.
 std::string name_in_this_version(const Library& library, const std::string& name) {
-  if (!older_than(library, 17)) return name;
+  if (!library.older_than(17)) return name;
   for (const char* transport : {"TCP_", "POSIX_", "SYSV_", "CMA_", "SELF_"}) {
     if (name.rfind(transport, 0) == 0) return name.substr(std::strlen(transport));
   }
@@ -64,7 +55,7 @@ std::shared_ptr<Context> Context::create(std::shared_ptr<const Library> library,
   Settings unset = defaults;
   // When a peer vanishes in the middle of a zero-copy send over tcp, UCX 1.13 completes it twice and
   // aborts: a consumer could kill the producer.  From 1.16 on other protocols are the default.
-  if (older_than(*library, 16)) unset.emplace("ZCOPY_THRESH", "inf");
+  if (library->older_than(16)) unset.emplace("ZCOPY_THRESH", "inf");
   for (const auto& [name, value] : unset) {
     if (std::getenv(("UCX_" + name).c_str()) == nullptr) config.modify(name, value);
   }

@@ -11,6 +11,28 @@
 
 namespace tensorferry::transport {
 
+namespace {
+
+NotifyRequest notification(NotificationKind kind, const Ticket& ticket, const Identifier& consumer, const Mac& mac) {
+  NotifyRequest message{};
+  message.protocol = kProtocol;
+  message.kind = static_cast<std::uint32_t>(kind);
+  message.index = ticket.index;
+  message.generation = ticket.generation;
+  message.token = ticket.token;
+  message.consumer = consumer;
+  message.mac = mac;
+  return message;
+}
+
+std::unique_ptr<NotifyRequest> release_by(const std::optional<Releaser>& releaser, const Ticket& ticket) {
+  if (!releaser) return nullptr;
+  return std::make_unique<NotifyRequest>(
+      notification(NotificationKind::kRelease, ticket, releaser->consumer, releaser->mac));
+}
+
+}  // namespace
+
 // ---- any thread -------------------------------------------------------------------------------
 
 Endpoint::Endpoint(std::shared_ptr<Worker> worker, std::shared_ptr<Connection> connection)
@@ -40,7 +62,8 @@ std::shared_ptr<Read> Endpoint::hello(const Identifier& uid) {
 }
 
 std::shared_ptr<Read> Endpoint::read_served(const Ticket& ticket, const std::vector<Span>& spans,
-                                            std::shared_ptr<MemoryRegion> destination) {
+                                            std::shared_ptr<MemoryRegion> destination,
+                                            const std::optional<Releaser>& releaser) {
   if (destination == nullptr && !spans.empty()) throw Error(kAccessRefused, "there is no landing memory");
   std::vector<std::uint8_t*> targets;
   for (const Span& span : spans) {
@@ -49,12 +72,14 @@ std::shared_ptr<Read> Endpoint::read_served(const Ticket& ticket, const std::vec
   }
   const ucs_memory_type_t type = destination ? destination->memory_type() : UCS_MEMORY_TYPE_HOST;
   auto read = std::make_shared<Read>(worker_, std::move(destination));
+  read->release_ = release_by(releaser, ticket);
   request_all(read, ticket, spans, std::move(targets), type);
   return read;
 }
 
 std::shared_ptr<Read> Endpoint::read_served_into(const Ticket& ticket, const std::vector<Span>& spans,
-                                                 std::vector<std::shared_ptr<Memory>> memories) {
+                                                 std::vector<std::shared_ptr<Memory>> memories,
+                                                 const std::optional<Releaser>& releaser) {
   if (memories.size() != spans.size()) throw Error(kAccessRefused, "every span needs a memory of its own");
   std::vector<std::uint8_t*> targets;
   for (std::size_t i = 0; i < spans.size(); ++i) {
@@ -63,6 +88,7 @@ std::shared_ptr<Read> Endpoint::read_served_into(const Ticket& ticket, const std
   }
   auto read = std::make_shared<Read>(worker_, nullptr);
   read->memories_ = std::move(memories);
+  read->release_ = release_by(releaser, ticket);
   request_all(read, ticket, spans, std::move(targets), UCS_MEMORY_TYPE_HOST);
   return read;
 }
@@ -93,13 +119,15 @@ void Endpoint::request_all(const std::shared_ptr<Read>& read, const Ticket& tick
 std::shared_ptr<Read> Endpoint::read_remote(const Ticket& ticket, const std::vector<Span>& spans,
                                             std::shared_ptr<MemoryRegion> destination,
                                             std::shared_ptr<const RemoteKey> pool,
-                                            std::shared_ptr<const RemoteKey> control) {
+                                            std::shared_ptr<const RemoteKey> control,
+                                            const std::optional<Releaser>& releaser) {
   const std::uint64_t word = sizeof(ControlBlock) + std::uint64_t{ticket.index} * sizeof(std::uint64_t);
   if (!pool->covers(ticket.offset, ticket.nbytes) || !control->covers(word, sizeof(std::uint64_t))) {
     throw Error(kAccessRefused, "the ticket leaves the peer's memory");
   }
   for (const Span& span : spans) Read::check(ticket, span, destination->nbytes());
   auto read = std::make_shared<Read>(worker_, std::move(destination));
+  read->release_ = release_by(releaser, ticket);
   read->expected_word_ = ticket.generation;
   read->word_key_ = control;
   read->word_address_ = control->address + word;
@@ -131,18 +159,8 @@ std::shared_ptr<const RemoteKey> Endpoint::unpack(const Bytes& key, std::uint64_
 }
 
 void Endpoint::notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer, const Mac& mac) {
-  NotifyRequest message{};
-  message.protocol = kProtocol;
-  message.kind = static_cast<std::uint32_t>(kind);
-  message.index = ticket.index;
-  message.generation = ticket.generation;
-  message.token = ticket.token;
-  message.consumer = consumer;
-  message.mac = mac;
-  worker_->post([worker = worker_.get(), connection = connection_, message] {
-    if (connection->handle == nullptr) return;
-    worker->send(connection->handle, kNotifyMessage, &message, sizeof message, 0, {}, [](int) {});
-  });
+  worker_->post([worker = worker_.get(), connection = connection_,
+                 message = notification(kind, ticket, consumer, mac)] { worker->notify(*connection, message); });
 }
 
 void Endpoint::close(std::chrono::nanoseconds timeout) {

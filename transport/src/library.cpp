@@ -93,6 +93,14 @@ std::shared_ptr<const Library> Library::load(const std::string& path) {
   return library;
 }
 
+bool Library::older_than(unsigned minor) const {
+  unsigned its_major = 0;
+  unsigned its_minor = 0;
+  unsigned its_release = 0;
+  ucp_get_version(&its_major, &its_minor, &its_release);
+  return its_major == 1 && its_minor < minor;
+}
+
 std::string Library::version() const {
   return ucp_get_version_string();
 }

@@ -104,6 +104,7 @@ void Worker::reply(ucp_ep_h endpoint, const ReadRequest& request, int status, st
   if (reading && request.nbytes > 0) payload = {pool_->data() + pool_offset, request.nbytes, pool_->memory_type()};
   std::function<void(int)> done = [](int) {};
   if (reading) {
+    if (request.nbytes >= Pacing::kBulk) pacing_->begin_bulk();
     const auto serving = serving_.insert(serving_.end(), {endpoint, request.request, request.index});
     done = [this, serving](int) {
       table_->end_read(serving->index);
@@ -118,6 +119,12 @@ void Worker::reply(ucp_ep_h endpoint, const ReadRequest& request, int status, st
   ++peer.tries;
   peer.socket = TcpSocket::written_by(answer, address_, TcpSocket::Side::kAccepted);
   forget_peers();
+}
+
+// A notification is dropped where the peer is lost.
+void Worker::notify(const Connection& connection, const NotifyRequest& message) {
+  if (connection.handle == nullptr) return;
+  send(connection.handle, kNotifyMessage, &message, sizeof message, 0, {}, [](int) {});
 }
 
 // Endpoints that UCX made for peers go away without a word.

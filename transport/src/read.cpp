@@ -47,16 +47,17 @@ void Read::watch(std::shared_ptr<CompletionQueue> queue, std::uint64_t number) {
   queue->push(number);
 }
 
-bool Read::finish(int status) {
+bool Read::finish(int status, const std::function<void()>& first) {
   std::shared_ptr<CompletionQueue> watcher;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
     if (finished_) return false;
     finished_ = true;
     status_ = status;
-    ended_.notify_all();
     watcher = std::move(watcher_);
   }
+  if (first) first();
+  ended_.notify_all();
   if (watcher != nullptr) watcher->push(number_);
   return true;
 }
@@ -94,6 +95,7 @@ void Worker::begin(const std::shared_ptr<Read>& read, const std::shared_ptr<Conn
 void Worker::request(const std::shared_ptr<Read>& read, ReadRequest header, std::uint8_t* destination,
                      ucs_memory_type_t type) {
   if (read->connection_->handle == nullptr) return end_operation(read, read->connection_->failure.load());
+  if (header.nbytes >= Pacing::kBulk) pacing_->begin_bulk();
   // The number is random, so that a peer cannot answer in place of another.
   header.request = random_word();
   served_.emplace(header.request, ServedRead{read, destination, header.nbytes, type});
@@ -107,6 +109,7 @@ void Worker::request(const std::shared_ptr<Read>& read, ReadRequest header, std:
 void Worker::get(const std::shared_ptr<Read>& read, void* destination, std::uint64_t nbytes, std::uint64_t address,
                  const RemoteKey& key, ucs_memory_type_t type) {
   if (read->connection_->handle == nullptr) return end_operation(read, read->connection_->failure.load());
+  if (nbytes >= Pacing::kBulk) pacing_->begin_bulk();
   auto* pending = new Pending{this, read};
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
@@ -143,7 +146,10 @@ void Worker::end_operation(const std::shared_ptr<Read>& shared, int status) {
     return get(read, &read->word_, sizeof read->word_, read->word_address_, *key, UCS_MEMORY_TYPE_HOST);
   }
   // Served reads have no word, and expect none.
-  read->finish(read->error_ != 0 ? read->error_ : judge_word(read->word_, read->expected_word_));
+  const int outcome = read->error_ != 0 ? read->error_ : judge_word(read->word_, read->expected_word_);
+  read->finish(outcome, [&] {
+    if (outcome == 0 && read->release_ != nullptr) notify(*read->connection_, *read->release_);
+  });
   read->settled_.store(true, std::memory_order_release);
   read->connection_->reads.erase(read);
   read->connection_.reset();

@@ -19,27 +19,8 @@
 namespace tensorferry::transport {
 namespace {
 
-// After the last activity the thread looks again for this long before it sleeps.  Several wake-ups
-// through the kernel fit into it, so a peer's answer to a small read comes before the sleep.
-constexpr std::chrono::microseconds kSpin{200};
-
-// Where there are few CPUs, the threads of two processes on one host often end up on the same one and
-// take turns instead of working side by side, which made reads of 16 MiB two to three times as long.
-// So serving threads keep to every other CPU there, and reading threads to the rest.
-void keep_to_half_of_few_cpus(unsigned parity) {
-  constexpr int kFew = 8;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  const int count = CPU_COUNT(&allowed);
-  if (count < 2 || count > kFew) return;
-  cpu_set_t half;
-  CPU_ZERO(&half);
-  unsigned position = 0;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(cpu, &allowed) && position++ % 2 == parity) CPU_SET(cpu, &half);
-  }
-  sched_setaffinity(0, sizeof half, &half);
-}
+// While it closes it looks this often.
+constexpr std::chrono::microseconds kClosingPause{50};
 
 }  // namespace
 
@@ -155,8 +136,7 @@ std::shared_ptr<Endpoint> Worker::connect(const Bytes& address) {
   auto connection = std::make_shared<Connection>();
   connection->worker = this;
   call([&] {
-    if (!apart_) keep_to_half_of_few_cpus(1);
-    apart_ = true;
+    if (table_ == nullptr) pacing_->take_side(1);
     open_connection(connection, address);
   });
   return std::make_shared<Endpoint>(shared_from_this(), std::move(connection));
@@ -164,8 +144,7 @@ std::shared_ptr<Endpoint> Worker::connect(const Bytes& address) {
 
 void Worker::serve(std::shared_ptr<SlotTable> table, std::shared_ptr<MemoryRegion> pool) {
   call([&] {
-    keep_to_half_of_few_cpus(0);
-    apart_ = true;
+    pacing_->take_side(0);
     table_ = std::move(table);
     pool_ = std::move(pool);
   });
@@ -183,6 +162,7 @@ void Worker::close(std::chrono::nanoseconds timeout) {
 }
 
 void Worker::run() {
+  pacing_.emplace();
   bool closing = false;
   for (;;) {
     bool busy = run_commands();
@@ -198,16 +178,22 @@ void Worker::run() {
         closing = true;
         for (auto& [key, connection] : std::unordered_map(connections_)) close_connection(*connection, expired);
       }
-      if (closing && closing_.empty() && sends_running_ == 0) break;
       if (expired) break;
-      if (!busy) std::this_thread::sleep_for(kSpin / 4);
+      if (closing && closing_.empty() && sends_running_ == 0 && all_answered(now)) break;
+      if (!busy) std::this_thread::sleep_for(kClosingPause);
       continue;
     }
     if (busy) {
       last_active_ = now;
-    } else if (now - last_active_ >= kSpin) {
+      continue;
+    }
+    // Whoever waited for the last transfer may need this CPU now.
+    if (reads_.empty() && serving_.empty()) pacing_->end_bulk();
+    if (now - last_active_ >= pacing_->spin()) {
       sleep();
-      last_active_ = Clock::now();
+      const Clock::time_point woken = Clock::now();
+      pacing_->slept(woken - last_active_);
+      last_active_ = woken;
     }
   }
   shut_down();
@@ -242,6 +228,21 @@ void Worker::sleep() {
   [[maybe_unused]] const ssize_t drained = read(wake_fd_, &count, sizeof count);
 }
 
+// UCX 1.13 aborts where a worker is destroyed while what it answers to a peer that connects is still queued.
+// So this waits until it is on its way, for a second at most: the peer may have stopped.
+bool Worker::all_answered(Clock::time_point now) {
+  if (table_ == nullptr || !library().older_than(14)) return true;
+  if (answers_ == nullptr) {
+    if (answers_deadline_ != Clock::time_point{}) return true;
+    answers_deadline_ = now + std::chrono::seconds(1);
+    const ucp_request_param_t parameters{};
+    answers_ = library().ucp_worker_flush_nbx(handle_, &parameters);
+    if (UCS_PTR_IS_ERR(answers_)) answers_ = nullptr;
+    if (answers_ == nullptr) return true;
+  }
+  return now >= answers_deadline_ || library().ucp_request_check_status(answers_) != UCS_INPROGRESS;
+}
+
 // The last thing the thread does: nobody may post any more, and what UCX did not finish by itself
 // is finished by destroying the worker.
 void Worker::shut_down() {
@@ -261,6 +262,7 @@ void Worker::shut_down() {
     library().ucp_request_free(connection->closing);  // or destroying the worker aborts (UCX 1.13)
     for (const auto& key : connection->keys) library().ucp_rkey_destroy(key->handle);
   }
+  if (answers_ != nullptr) library().ucp_request_free(answers_);
   library().ucp_worker_destroy(handle_);
   handle_ = nullptr;
   served_.clear();

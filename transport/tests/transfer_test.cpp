@@ -56,6 +56,58 @@ TEST_CASE("a batch reads several spans, and none at all") {
   CHECK(outcome(consumer.endpoint->read_served(revoked, spans, consumer.region)) == kLeaseRevoked);
 }
 
+TEST_CASE("a read with a releaser gives the slot back if it ends well, and only then") {
+  Producer producer(true);
+  Consumer consumer(producer, true);
+  const auto pool = consumer.endpoint->unpack(producer.region->pack_key(),
+                                              reinterpret_cast<std::uint64_t>(producer.memory->data()), kPool);
+  const auto& words = producer.table->control();
+  const auto control = consumer.endpoint->unpack(producer.control->pack_key(),
+                                                 reinterpret_cast<std::uint64_t>(words->data()), words->nbytes());
+  const Releaser releaser{{9, 8, 7}, {6, 5}};
+  const std::vector<Span> spans{{0, 0, 4096}};
+  const auto read_in = [&](int way, const Ticket& ticket) {
+    if (way == 0) return consumer.endpoint->read_served(ticket, spans, consumer.region, releaser);
+    if (way == 1) return consumer.endpoint->read_served_into(ticket, spans, {consumer.memory}, releaser);
+    return consumer.endpoint->read_remote(ticket, spans, consumer.region, pool, control, releaser);
+  };
+  for (int way : {0, 1, 2}) {
+    const Ticket ticket = producer.table->admit(0, 4096, 60s);
+    REQUIRE(outcome(read_in(way, ticket)) == 0);
+    const auto told = producer.table->notifications(20s);
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].kind == NotificationKind::kRelease);
+    CHECK(told[0].generation == ticket.generation);
+    CHECK(told[0].consumer == releaser.consumer);
+    CHECK(told[0].mac == releaser.mac);
+    Ticket stale = ticket;
+    ++stale.generation;
+    CHECK(outcome(read_in(way, stale)) != 0);
+    CHECK(producer.table->notifications(200ms).empty());
+    producer.table->withdraw(ticket.index, ticket.generation, false);
+  }
+}
+
+TEST_CASE("a read that was given up gives no slot back") {
+  Producer producer;
+  for (int round = 0; round < 20; ++round) {
+    const Ticket ticket = producer.table->admit(0, 1 << 20, 60s);
+    Consumer consumer(producer);
+    REQUIRE(outcome(consumer.endpoint->hello(kUid)) == 0);
+    const auto read = consumer.endpoint->read_served(ticket, {{0, 0, 1 << 20}}, consumer.region, Releaser{{1}, {2}});
+    std::this_thread::sleep_for(std::chrono::microseconds(100 * round));
+    read->abandon(kCancelled);
+    const std::size_t expected = outcome(read, 0s) == 0;
+    CHECK(settles(read));
+    std::size_t releases = 0;
+    for (const auto& one : producer.table->notifications(expected ? 20s : 100ms)) {
+      releases += one.kind == NotificationKind::kRelease;
+    }
+    CHECK(releases == expected);
+    if (!producer.table->withdraw(ticket.index, ticket.generation, false)) producer.table->notifications(20s);
+  }
+}
+
 TEST_CASE("served reads land in memory that is registered with nobody") {
   Producer producer;
   Consumer consumer(producer);

@@ -167,6 +167,18 @@ class ExportedPool(ABC):
         """
 
 
+class Releaser(NamedTuple):
+    """Who gives a slot back.
+
+    Attributes:
+        consumer: 16 bytes that name the consumer.
+        mac: 32 bytes of :func:`tensorferry.wire.notice_mac` for a release.
+    """
+
+    consumer: bytes
+    mac: bytes
+
+
 class ConnectionGivenUpError(PeerLostError):
     """This side closed the connection, to get the memory of another read back; connect again.
 
@@ -225,11 +237,14 @@ class Connection(ABC):
         """True once the peer is known to be lost; connect again."""
 
     @abstractmethod
-    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
+    def read(self, ticket: SlotTicket, spans: Sequence[Span], releaser: Releaser | None = None) -> Read:
         """Post reads from the slot into the landing pool, all of them as one batch.
 
         ``served`` and ``rdma`` only.  Spans are checked against both pools before anything
         is posted; spans of zero bytes are skipped.  Without any span only the slot is checked.
+
+        With a ``releaser`` the slot is given back as soon as the read has ended well, that is, if
+        :meth:`Read.wait` raises nothing.
 
         Raises:
             UsageError: A span leaves the slot or the landing pool.
@@ -242,7 +257,13 @@ class Connection(ABC):
         """Whether :meth:`read_into` works, at no more cost than landing in the pool."""
 
     @abstractmethod
-    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
+    def read_into(
+        self,
+        ticket: SlotTicket,
+        sources: Sequence[int],
+        memories: Sequence[torch.Tensor],
+        releaser: Releaser | None = None,
+    ) -> Read:
         """Post reads from the slot straight into the caller's memory, all of them as one batch.
 
         Args:
@@ -250,6 +271,7 @@ class Connection(ABC):
             sources: First byte of each range, inside the slot.
             memories: Flat uint8 tensors on the CPU, one for each range and as long as it.  The
                 :class:`Read` keeps them alive; whoever gives it up keeps the read until it is settled.
+            releaser: As for :meth:`read`.
 
         Raises:
             UsageError: A range leaves the slot, or this connection lands in the pool only.

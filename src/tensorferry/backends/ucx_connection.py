@@ -10,7 +10,15 @@ from typing import Literal
 import torch
 
 from tensorferry import _transport
-from tensorferry.backends.base import Access, Connection, ConnectionGivenUpError, Read, SlotTicket, Span
+from tensorferry.backends.base import (
+    Access,
+    Connection,
+    ConnectionGivenUpError,
+    Read,
+    Releaser,
+    SlotTicket,
+    Span,
+)
 from tensorferry.backends.ucx_native import native_errors
 from tensorferry.errors import (
     ClosedError,
@@ -112,7 +120,7 @@ class EndpointConnection(Connection):
     def broken(self) -> bool:
         return self._endpoint.failure != 0
 
-    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
+    def read(self, ticket: SlotTicket, spans: Sequence[Span], releaser: Releaser | None = None) -> Read:
         wanted = [span for span in spans if span.nbytes > 0]
         slot = (*_slot(ticket), ticket.offset, ticket.nbytes)
         if self._destination is None:
@@ -120,9 +128,9 @@ class EndpointConnection(Connection):
         self._check_whole()
         try:
             if self._keys is None:
-                read = self._endpoint.read_served(*slot, wanted, self._destination)
+                read = self._endpoint.read_served(*slot, wanted, self._destination, releaser)
             else:
-                read = self._endpoint.read_remote(*slot, wanted, self._destination, *self._keys)
+                read = self._endpoint.read_remote(*slot, wanted, self._destination, *self._keys, releaser)
         except _transport.TransportError as error:
             raise UsageError(f"reading a slot: {error}") from error
         nbytes = sum(span.nbytes for span in wanted)
@@ -132,7 +140,13 @@ class EndpointConnection(Connection):
     def lands_anywhere(self) -> bool:
         return self._lands_anywhere
 
-    def read_into(self, ticket: SlotTicket, sources: Sequence[int], memories: Sequence[torch.Tensor]) -> Read:
+    def read_into(
+        self,
+        ticket: SlotTicket,
+        sources: Sequence[int],
+        memories: Sequence[torch.Tensor],
+        releaser: Releaser | None = None,
+    ) -> Read:
         if not self._lands_anywhere:
             raise UsageError(f"this {self._access!r} connection lands in the pool only")
         self._check_whole()
@@ -140,7 +154,7 @@ class EndpointConnection(Connection):
         spans = [(source, 0, one.numel()) for source, one in zip(sources, memories, strict=True)]
         try:
             read = self._endpoint.read_served_into(
-                *_slot(ticket), ticket.offset, ticket.nbytes, spans, native
+                *_slot(ticket), ticket.offset, ticket.nbytes, spans, native, releaser
             )
         except _transport.TransportError as error:
             raise UsageError(f"reading a slot: {error}") from error
@@ -181,7 +195,7 @@ class MappedConnection(EndpointConnection):
     def broken(self) -> bool:
         return self._peer.alive() != 0
 
-    def read(self, ticket: SlotTicket, spans: Sequence[Span]) -> Read:
+    def read(self, ticket: SlotTicket, spans: Sequence[Span], releaser: Releaser | None = None) -> Read:
         raise UsageError("mapped access reads by view()")
 
     def view(self, ticket: SlotTicket) -> torch.Tensor:

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "tensorferry/transport/notification.hpp"
@@ -11,6 +12,12 @@
 #include "tensorferry/transport/remote_key.hpp"
 
 namespace tensorferry::transport {
+
+// Who gives a slot back.
+struct Releaser {
+  Identifier consumer;
+  Mac mac;
+};
 
 // The way to one peer's worker; error handling mode PEER.
 //
@@ -31,18 +38,23 @@ class Endpoint {
 
   // Asks the producer for the spans of a slot; it validates the ticket before it answers.  With no
   // spans only the ticket is validated.  Throws Error(kAccessRefused) for a span outside.
+  // With a releaser, here and in the other reads, the slot is given back as soon as the read has ended
+  // well for the caller: by the progress thread, before anyone who waits had to wake up.
   std::shared_ptr<Read> read_served(const Ticket& ticket, const std::vector<Span>& spans,
-                                    std::shared_ptr<MemoryRegion> destination);
+                                    std::shared_ptr<MemoryRegion> destination,
+                                    const std::optional<Releaser>& releaser = std::nullopt);
 
   // The same into host memory that is registered with nobody: span i lands in memories[i], which the
   // read keeps alive.  For transports that receive by copying, such as tcp.
   std::shared_ptr<Read> read_served_into(const Ticket& ticket, const std::vector<Span>& spans,
-                                         std::vector<std::shared_ptr<Memory>> memories);
+                                         std::vector<std::shared_ptr<Memory>> memories,
+                                         const std::optional<Releaser>& releaser = std::nullopt);
 
   // Reads the spans by one-sided gets, then the slot's generation word, which must match.
   std::shared_ptr<Read> read_remote(const Ticket& ticket, const std::vector<Span>& spans,
                                     std::shared_ptr<MemoryRegion> destination, std::shared_ptr<const RemoteKey> pool,
-                                    std::shared_ptr<const RemoteKey> control);
+                                    std::shared_ptr<const RemoteKey> control,
+                                    const std::optional<Releaser>& releaser = std::nullopt);
 
   // Unpacks a key for `nbytes` at `address` in the peer.  Blocks; throws Error.
   std::shared_ptr<const RemoteKey> unpack(const Bytes& key, std::uint64_t address, std::uint64_t nbytes);

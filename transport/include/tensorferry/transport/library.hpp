@@ -26,6 +26,7 @@ namespace tensorferry::transport {
   X(ucp_worker_progress)             \
   X(ucp_worker_get_efd)              \
   X(ucp_worker_arm)                  \
+  X(ucp_worker_flush_nbx)            \
   X(ucp_worker_set_am_recv_handler)  \
   X(ucp_ep_create)                   \
   X(ucp_ep_close_nbx)                \
@@ -56,6 +57,7 @@ class Library {
 
   const std::string& path() const noexcept { return path_; }
   std::string version() const;
+  bool older_than(unsigned minor) const;  // than 1.`minor`
   std::string describe(int status) const;
 
   // Throws Error(status) unless status is UCS_OK.

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -56,8 +57,9 @@ class Read : public std::enable_shared_from_this<Read> {
   // Throws Error(kAccessRefused) if the span leaves the slot, or memory of `room` bytes.
   static void check(const Ticket& ticket, const Span& span, std::uint64_t room);
 
-  // Ends the batch for the caller; false if it had ended before.
-  bool finish(int status);
+  // Ends the batch for the caller; false if it had ended before.  `first` is done when that is certain, and
+  // before anyone is woken: who wakes up may take this thread's CPU for as long as it likes.
+  bool finish(int status, const std::function<void()>& first = {});
   bool finished();
 
   // Weak: the worker keeps its running reads alive, and must not die on its own thread.
@@ -71,6 +73,7 @@ class Read : public std::enable_shared_from_this<Read> {
   int error_ = 0;                        // the first one
   std::vector<std::uint64_t> requests_;  // served reads without an answer
   std::chrono::steady_clock::time_point begun_{};
+  std::unique_ptr<NotifyRequest> release_;     // to be sent once the batch has ended well for the caller
   std::unique_ptr<ReadRequest> validation_;    // to be sent after the data if that took long
   std::shared_ptr<const RemoteKey> word_key_;  // set while the generation word is still to be read
   std::uint64_t word_address_ = 0;

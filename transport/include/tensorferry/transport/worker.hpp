@@ -8,12 +8,14 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
 #include "tensorferry/transport/context.hpp"
+#include "tensorferry/transport/pacing.hpp"
 #include "tensorferry/transport/read.hpp"
 #include "tensorferry/transport/remote_key.hpp"
 #include "tensorferry/transport/slot_table.hpp"
@@ -106,6 +108,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   void run();
   bool run_commands();
   void sleep();
+  bool all_answered(Clock::time_point now);
   void shut_down();
 
   // Progress thread: endpoints.
@@ -125,6 +128,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   void fail(const std::shared_ptr<Read>& read, int status);
   void drop_requests(const std::shared_ptr<Read>& read);
   void abandon(const std::shared_ptr<Read>& read);
+  void notify(const Connection& connection, const NotifyRequest& message);
 
   // Progress thread: messages.
   struct Payload {
@@ -165,8 +169,10 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
   // Progress thread only.
   bool stopping_ = false;
-  bool apart_ = false;  // keeps to its half of the CPUs, where there are few
+  std::optional<Pacing> pacing_;
   Clock::time_point stop_deadline_{};
+  void* answers_ = nullptr;  // the request of all_answered
+  Clock::time_point answers_deadline_{};
   Clock::time_point last_active_{};
   std::unordered_map<Connection*, std::shared_ptr<Connection>> connections_;
   std::vector<std::shared_ptr<Connection>> closing_;
