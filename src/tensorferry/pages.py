@@ -19,11 +19,13 @@ import torch
 SMALLEST_NBYTES = 4 << 20
 """From here on a huge page of 2 MiB fits in, however the memory is aligned."""
 
-_LARGEST_SPARE_NBYTES = 64 << 20
-_SPARES = 4  # so at most 256 MiB are kept
+_MIDDLING_NBYTES = 64 << 20
+_LARGEST_SPARE_NBYTES = 512 << 20
 
-# Appending, removing and copying a deque are atomic; the finalizers may run in any thread at any time.
-_spare: deque[mmap.mmap] = deque(maxlen=_SPARES)
+# Four of up to 64 MiB and a larger one, so at most 768 MiB are kept.  Appending, removing and copying a deque
+# are atomic; the finalizers may run in any thread at any time.
+_spare: deque[mmap.mmap] = deque(maxlen=4)
+_large_spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
 def take(nbytes: int) -> torch.Tensor:
@@ -38,17 +40,22 @@ def take(nbytes: int) -> torch.Tensor:
     pages = _take_spare(nbytes) or _map(nbytes)
     array = np.frombuffer(pages, dtype=np.uint8)  # lives as long as the tensor's storage
     if nbytes <= _LARGEST_SPARE_NBYTES:
-        weakref.finalize(array, _spare.append, pages).atexit = False
+        weakref.finalize(array, _spares(nbytes).append, pages).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def _take_spare(nbytes: int) -> mmap.mmap | None:
-    for pages in list(_spare):
+    spares = _spares(nbytes)
+    for pages in list(spares):
         if len(pages) == nbytes:
             with suppress(ValueError):  # another thread was first
-                _spare.remove(pages)
+                spares.remove(pages)
                 return pages
     return None
+
+
+def _spares(nbytes: int) -> deque[mmap.mmap]:
+    return _spare if nbytes <= _MIDDLING_NBYTES else _large_spare
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -17,8 +17,10 @@ MIB = 1 << 20
 def none_spare() -> Iterator[None]:
     gc.collect()
     pages._spare.clear()
+    pages._large_spare.clear()
     yield
     pages._spare.clear()
+    pages._large_spare.clear()
 
 
 def test_memory_is_used_again_once_nobody_has_it():
@@ -55,9 +57,10 @@ def test_another_size_gets_its_own():
 
 def test_what_is_kept_is_bounded():
     held = [pages.take(8 * MIB) for _ in range(20)]
-    held.append(pages.take(128 * MIB))
+    held += [pages.take(nbytes * MIB) for nbytes in (65, 128, 513)]
     held.clear()
     assert [len(one) for one in pages._spare] == [8 * MIB] * 4
+    assert [len(one) // MIB for one in pages._large_spare] in ([65], [128])
 
 
 def test_threads_never_get_the_same_memory():
