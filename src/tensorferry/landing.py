@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,7 +31,7 @@ class Landing:
         self.pool = pool
         self.nbytes = pool.numel()
         self._lock = threading.Lock()
-        self._quarantine: list[tuple[Read, Loan]] = []
+        self._quarantine: list[tuple[Sequence[Read], Loan]] = []
         sweep = weakref.WeakMethod(self.sweep)  # else this and the room would keep each other alive
         self._room = Room(pool.numel(), BLOCK_NBYTES, owner=owner, poll=lambda: _call(sweep))
 
@@ -79,11 +79,12 @@ class Landing:
         """Take memory back that nothing writes to any more."""
         self._room.give_back(loan)
 
-    def give_up(self, loan: Loan, read: Read) -> None:
-        """Cancel a read and take its memory back as soon as nothing can write to it any more."""
-        read.cancel()
+    def give_up(self, loan: Loan, reads: Sequence[Read]) -> None:
+        """Cancel reads and take their memory back as soon as nothing can write to it any more."""
+        for read in reads:
+            read.cancel()
         with self._lock:
-            self._quarantine.append((read, loan))
+            self._quarantine.append((reads, loan))
         self.sweep()
 
     def sweep(self) -> None:
@@ -91,7 +92,7 @@ class Landing:
         if not self._quarantine:
             return
         with self._lock:
-            settled = [loan for read, loan in self._quarantine if read.settled]
+            settled = [loan for reads, loan in self._quarantine if all(read.settled for read in reads)]
             self._quarantine = [entry for entry in self._quarantine if entry[1] not in settled]
         for loan in settled:
             self.give_back(loan)

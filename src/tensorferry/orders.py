@@ -31,6 +31,18 @@ class Piece(NamedTuple):
     memory: torch.Tensor
 
 
+class Part(NamedTuple):
+    """Some of the bytes that land in a pool and are copied out of it.
+
+    Attributes:
+        spans: What to read.
+        copies: Memory of results, and where in the pool its bytes land.
+    """
+
+    spans: list[Span]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What is wanted from a publication.
@@ -133,6 +145,38 @@ class Order:
                 memory = packing.fresh(gap + nbytes, device)
                 pieces.append(Piece(Region(start, nbytes, members), memory[gap:] if gap else memory))
         return pieces
+
+    def parts(self, results: Sequence[Piece], pool: torch.Tensor, start: int, nbytes: int) -> list[Part]:
+        """Cut the way of whole tensors into parts that can be copied out while later ones arrive.
+
+        Args:
+            results: Memory of the results, as :meth:`destinations` gives it for all regions.
+            pool: Where bytes land.
+            start: Where in it the landing block begins.
+            nbytes: Of a part, about.
+        """
+        offsets, _ = layout.landing_offsets(self.regions)
+        shifts = {
+            member: start + offset - region.start
+            for region, offset in zip(self.regions, offsets, strict=True)
+            for member in region.members
+        }
+        parts = [Part([], [])]
+        room = nbytes
+        for result in results:
+            shift, first = shifts[result.region.members[0]], 0
+            while first < result.region.nbytes:
+                taken = min(result.region.nbytes - first, nbytes)
+                source = result.region.start + first
+                landed = pool[source + shift : source + shift + taken]
+                parts[-1].spans.append(Span(source, source + shift, taken))
+                parts[-1].copies.append((result.memory[first : first + taken], landed))
+                first += taken
+                room -= taken
+                if room <= 0:
+                    parts.append(Part([], []))
+                    room = nbytes
+        return [part for part in parts if part.spans]
 
     def copies(self, pieces: Sequence[Piece], device: torch.device) -> list[torch.Tensor]:
         """Return all wanted tensors in fresh memory; copies of a CUDA device are only queued."""

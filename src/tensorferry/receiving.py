@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from tensorferry import layout, steps, wire
+from tensorferry import layout, packing, steps, wire
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import Access, Connection, Read, Reader, Releaser
 from tensorferry.counting import Counts
@@ -34,6 +34,9 @@ from tensorferry.steps import Steps
 from tensorferry.streams import completed_copies, finish_queued_work
 
 _CPU = torch.device("cpu")
+
+# From two of these on, bytes that land in the pool are copied to the results part by part.
+_PART_NBYTES = 8 << 20
 
 _T = TypeVar("_T")
 
@@ -106,6 +109,8 @@ class Receiver:
                     self._release(connection, order)
                 return results
             direct = device.type == "cpu" and connection.lands_anywhere and order.suits_results
+            if not direct and not order.selections and order.nbytes >= 2 * _PART_NBYTES:
+                return (yield from self._land_in_parts(connection, order, device, stream, deadline, release))
             arrival = yield from self._land(connection, order, deadline, direct=direct, release=release)
             try:
                 if release and not arrival.released:
@@ -255,10 +260,53 @@ class Receiver:
             if read is None:
                 self.landing.give_back(loan)
             else:
-                self.landing.give_up(loan, read)
+                self.landing.give_up(loan, [read])
                 self._reader.wake()  # requests that wait for room look for it from now on
             raise
         return Arrival(connection, order, pieces, loan, tensors, releaser is not None and read is not None)
+
+    def _land_in_parts(
+        self,
+        connection: Connection,
+        order: Order,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        deadline: Deadline,
+        release: bool,
+    ) -> Steps[list[torch.Tensor]]:
+        """Bring whole tensors through landing memory; each part is copied out while later ones arrive."""
+        offsets, nbytes = layout.landing_offsets(order.regions)
+        loan = yield from self.landing.take(nbytes, str(order), deadline)
+        reads: list[Read] = []
+        devices = {device, self.device}
+        try:
+            memory = self.landing.memory(loan)
+            landed = [
+                Piece(region, memory[offset : offset + region.nbytes])
+                for region, offset in zip(order.regions, offsets, strict=True)
+            ]
+            with completed_copies(devices, stream):  # the stream's memory, that is
+                results = order.destinations(order.regions, device)
+            parts = order.parts(results, self.landing.pool, loan.offset, _PART_NBYTES)
+            for part in parts:
+                reads.append(connection.read(order.manifest.ticket, part.spans))
+            for read, part in zip(reads, parts, strict=True):
+                with self._counts.timed("wire"):
+                    yield from self._routes.wait(read, deadline)
+                if read is reads[-1]:
+                    self._verify(connection, order, landed)
+                    if release:
+                        self._release(connection, order)
+                with self._counts.timed("landing"), torch.no_grad(), completed_copies(devices, stream):
+                    for target, source in part.copies:
+                        packing.copy_out(target, source)
+        except BaseException:
+            self.landing.give_up(loan, reads)
+            self._reader.wake()  # requests that wait for room look for it from now on
+            raise
+        self.landing.give_back(loan)
+        with torch.no_grad():
+            return order.views(results, device)
 
     def _copy_into(self, connection: Connection, order: Order, pieces: list[Piece]) -> None:
         with torch.no_grad(), completed_copies({self.device}, None):

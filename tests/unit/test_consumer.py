@@ -671,6 +671,64 @@ def test_a_borrow_lands_in_the_pool(direct):
         assert consumer.statistics().allocated_nbytes > 0
 
 
+# Landing in the pool part by part
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr("tensorferry.receiving._PART_NBYTES", 8192)
+
+
+LARGE = {"x": torch.arange(10_000), "l": [torch.arange(100), None, torch.zeros(0, 3)], "y": torch.arange(7.0)}
+
+
+@pytest.mark.parametrize("checksum", [None, "xxh3"])
+def test_large_payloads_come_in_parts(make_producer, make_consumer, small_parts, checksum):
+    producer, consumer = make_producer(access="served", checksum=checksum), make_consumer()
+    assert same(consumer.pull(producer.publish("a", LARGE)), LARGE)
+    assert len(reader().posted) == 10
+    assert sum(span.nbytes for spans in reader().posted for span in spans) >= 80_828
+    assert producer.wait_released("a", 5)
+    statistics = consumer.statistics()
+    assert (statistics.allocated_nbytes, statistics.quarantined_nbytes) == (0, 0)
+    assert statistics.landing_seconds > 0
+
+
+def test_parts_are_of_whole_tensors_only(served, small_parts):
+    producer, consumer = served
+    manifest = producer.publish("a", LARGE)
+    assert same(consumer.pull(manifest, names=["x"], release=False), {"x": LARGE["x"]})
+    assert len(reader().posted) == 10
+    got = consumer.pull(manifest, slices={"x": slice(None, None, 2)})
+    assert bool((got["x"] == LARGE["x"][::2]).all())
+    assert len(reader().posted) == 11
+
+
+def test_the_memory_of_parts_is_free_when_all_have_settled(served, small_parts):
+    producer, consumer = served
+    manifest = producer.publish("a", LARGE)
+    reader().read_failures = [None, TransferTimeoutError("late"), None, TransferTimeoutError("later")]
+    with pytest.raises(TransferTimeoutError):
+        consumer.pull(manifest, timeout=0.05)
+    assert consumer.statistics().quarantined_nbytes > 80_000
+    reader().reads[1].is_settled = True
+    assert consumer.statistics().quarantined_nbytes > 80_000
+    reader().reads[3].is_settled = True
+    assert consumer.statistics().allocated_nbytes == 0
+    assert producer.statistics().live == 1
+    assert same(consumer.pull(manifest), LARGE)
+
+
+def test_broken_bytes_in_a_part_are_found(make_producer, make_consumer, small_parts):
+    producer, consumer = make_producer(access="served", checksum="xxh3"), make_consumer()
+    manifest = producer.publish("a", LARGE)
+    backend().slot(read_manifest(manifest).ticket)[40_000] ^= 1
+    with pytest.raises(IntegrityError, match="x"):
+        consumer.pull(manifest)
+    assert not producer.wait_released("a", 0.05)
+    assert consumer.statistics().allocated_nbytes == 0
+
+
 # Peers that are silent
 
 

@@ -75,10 +75,10 @@ class Sender(base.Sender):
         self._producer.close()
 
     def about(self) -> dict[str, str]:
-        from tensorferry.backends.ucx_native import DEFAULTS, load_library
+        from tensorferry.backends.ucx_native import defaults_of, load_library
 
         library = load_library()
-        return {"UCX": library.version, "library": library.path, **DEFAULTS, **self.job.settings}
+        return {"UCX": library.version, "library": library.path, **defaults_of(library), **self.job.settings}
 
 
 class Receiver(base.Receiver):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorferry.backends.ucx_library import choose_library
-from tensorferry.backends.ucx_native import DEFAULTS, offers_rdma
+from tensorferry.backends.ucx_native import defaults_of, load_library, offers_rdma
 from tensorferry.cli.bench_link import Link
 from tensorferry.cli.bench_peers import base
 from tensorferry.cli.bench_peers.base import Inspect, Job, Received, Tensors
@@ -51,7 +51,7 @@ def _program() -> str:
 def _settings(job: Job) -> dict[str, str]:
     """Return what `rdma` and `served` access have: options win over the environment, it over defaults."""
     defaults = {
-        **DEFAULTS,
+        **defaults_of(load_library()),
         "TLS": "ib" if job.options["how"] == "get" and offers_rdma(job.settings) else "tcp",
     }
     unset = {name: value for name, value in defaults.items() if f"UCX_{name}" not in os.environ}
