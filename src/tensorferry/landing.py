@@ -91,9 +91,15 @@ class Landing:
         """Take back what was in quarantine and is settled now."""
         if not self._quarantine:
             return
+        settled: list[Loan] = []
+        kept: list[tuple[Sequence[Read], Loan]] = []
         with self._lock:
-            settled = [loan for reads, loan in self._quarantine if all(read.settled for read in reads)]
-            self._quarantine = [entry for entry in self._quarantine if entry[1] not in settled]
+            for reads, loan in self._quarantine:
+                if all(read.settled for read in reads):
+                    settled.append(loan)
+                else:
+                    kept.append((reads, loan))
+            self._quarantine = kept
         for loan in settled:
             self.give_back(loan)
 
