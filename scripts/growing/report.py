@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from growing.curves import GIB, KIB, MIB, SHARED, TENSOR, Curve, Line
+from growing.curves import GIB, KIB, MIB, MOST_SLOTS, SHARED, TENSOR, Curve, Line
 from tensorferry.cli.bench_payloads import readable
 
 _COLOURS = {"served": "#5b8bb5", "mapped": "#e07a3f", "mapped, borrow": "#6a994e"}
+_TICKS = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]  # milliseconds
 
 
 class View(NamedTuple):
@@ -87,7 +88,7 @@ VIEWS = {
         "{:,}".format,
         lambda _, seconds: _duration(seconds),
         lambda _: True,
-        [10**power for power in range(6)],
+        [*(10**power for power in range(5)), MOST_SLOTS - 1],
         per_unit=False,
     ),
 }
@@ -148,11 +149,14 @@ def plot(curves: Mapping[str, Curve], target: Path) -> None:
         ticks = [tick for tick in view.ticks if tick <= curve.points[-1]]
         axes.set_xticks(ticks, map(view.label, ticks))
         axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         medians = [seconds * 1e3 for line in curve.lines.values() for seconds in line.medians().values()]
         if view.per_unit:
             _draw_slope(axes, curve.points[-1], max(medians), min(medians))
         else:  # what should be flat shall look flat
-            axes.set_ylim(min(medians) / 4, max(medians) * 4)
+            low, high = min(medians) / 4, max(medians) * 4
+            axes.set_yticks([tick for tick in _TICKS if low < tick < high])
+            axes.set_ylim(low, high)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
