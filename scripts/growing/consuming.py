@@ -25,7 +25,7 @@ WAYS = {"served": ("served", "pull"), "mapped": ("mapped", "pull"), "mapped, bor
 """How a payload is had: access mode and method."""
 
 _PATIENCE_SECONDS = 120.0
-_LARGE_NBYTES = 64 << 20  # up to here the memory of results is used again
+_LARGE_NBYTES = 64 << 20  # consumers keep the memory of smaller results themselves
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -84,6 +84,15 @@ class ConsumerProcess:
         if failure:
             raise ConsumerError(failure)
         return value
+
+    def check(self) -> None:
+        """Do nothing where no answer is due yet.
+
+        Raises:
+            ConsumerError: It has failed or has ended.
+        """
+        if self._channel.poll():
+            self.answer()
 
     def close(self) -> None:
         """End the process."""

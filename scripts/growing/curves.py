@@ -138,16 +138,20 @@ class _Hand:
         manifest = self._producer.publish(name, tensors)
         published = time.perf_counter()
         self._consumer.tell(manifest)
-        _wait_released(self._producer, name)
+        _wait_released(self._producer, name, [self._consumer])
         told = time.perf_counter()
         self._consumer.tell(b"told")
         pulled: Pulled = self._consumer.answer()
         return max(told, pulled.end) - began - pulled.unclocked, published - began, pulled.seconds
 
 
-def _wait_released(producer: tensorferry.Producer, name: str) -> None:
-    if not producer.wait_released(name, _RELEASE_SECONDS):
-        raise TimeoutError(f"{name!r} was not released within {_RELEASE_SECONDS:g} seconds")
+def _wait_released(producer: tensorferry.Producer, name: str, consumers: Sequence[ConsumerProcess]) -> None:
+    end = time.monotonic() + _RELEASE_SECONDS
+    while not producer.wait_released(name, 1.0):
+        for consumer in consumers:
+            consumer.check()
+        if time.monotonic() > end:
+            raise TimeoutError(f"{name!r} was not released within {_RELEASE_SECONDS:g} seconds")
 
 
 class Sizes(Curve):
@@ -224,7 +228,7 @@ class Consumers(Curve):
         for process in processes:
             process.tell(b"go")
         for name in names:
-            _wait_released(self._producer, name)
+            _wait_released(self._producer, name, processes)
         told = time.perf_counter()
         for process in processes:
             process.tell(b"told")
