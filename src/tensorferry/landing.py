@@ -83,9 +83,11 @@ class Landing:
         """Cancel reads and take their memory back as soon as nothing can write to it any more."""
         for read in reads:
             read.cancel()
-        with self._lock:
+        if all(read.settled for read in reads):
+            self.give_back(loan)
+            return
+        with self._lock:  # the others there are not looked at: thousands may be given up at once
             self._quarantine.append((reads, loan))
-        self.sweep()
 
     def sweep(self) -> None:
         """Take back what was in quarantine and is settled now."""
