@@ -51,7 +51,7 @@ class Scenario:
         lost: Part of the payloads that nobody pulls or rejects.
         lease: Seconds.
         pool: Bytes.
-        publications: How many count; a fifth as many come before, which do not.
+        publications: How many count; those of the beginning do not.
     """
 
     encoders: int
@@ -64,6 +64,11 @@ class Scenario:
     pool: int = ENDLESS
     publications: int = 60_000
     seed: int = 0
+
+    @property
+    def beginning(self) -> float:
+        """Seconds until the fleet is in its stride: many times the work on a request, and a lease."""
+        return 30 * self.service + (self.lease if self.lost else 0)
 
     @property
     def rate(self) -> float:
@@ -121,7 +126,7 @@ class Fleet:
         self._rooms = [Room(scenario.pool, UNIT, owner=f"encoder {n}") for n in range(scenario.encoders)]
         self._queues: list[deque[Publication]] = [deque() for _ in range(scenario.denoisers)]
         self._busy = [False] * scenario.denoisers
-        self._arrived = 0
+        self._counted = 0
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -132,20 +137,21 @@ class Fleet:
             deed()
             while self._ready:
                 self._ready.popleft()()
+        assert not any(room.allocated_nbytes or room.waiters for room in self._rooms), "something was kept"
         return self._outcome
 
     def _after(self, seconds: float, deed: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._numbers), deed))
 
     def _arrive(self) -> None:
-        self._arrived += 1
-        counted = self._arrived > 0.2 * self._scenario.publications
+        counted = self._now >= self._scenario.beginning
+        self._counted += counted
         room = self._rng.choice(self._rooms)
         nbytes = MIXES[self._scenario.mix](self._rng)
         if counted:
             self._outcome.held.append(room.allocated_nbytes)
         self._go_on(room.take(nbytes, "payload", Deadline(NEVER)), room, self._now, counted)
-        if self._arrived < 1.2 * self._scenario.publications:
+        if self._counted < self._scenario.publications:
             self._after(self._rng.expovariate(self._scenario.rate), self._arrive)
 
     def _go_on(self, steps: Steps[Loan], room: Room, asked: float, counted: bool) -> None:
@@ -218,8 +224,6 @@ def held_on_average(scenario: Scenario) -> float:
 
 def show_fleet(scenario: Scenario) -> None:
     """Run a fleet, with the rule's pool if its own is 0, and print what came out."""
-    # The beginning, which does not count, lasts for a lease: what is lost is held as long.
-    scenario = replace(scenario, publications=max(60_000, int(5 * scenario.lease * scenario.rate)))
     held = held_on_average(scenario)
     recommended = pool_of_rule(scenario.mix, held)
     scenario = replace(scenario, pool=scenario.pool or recommended)

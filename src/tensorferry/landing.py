@@ -83,17 +83,25 @@ class Landing:
         """Cancel reads and take their memory back as soon as nothing can write to it any more."""
         for read in reads:
             read.cancel()
-        with self._lock:
+        if all(read.settled for read in reads):
+            self.give_back(loan)
+            return
+        with self._lock:  # the others there are not looked at: thousands may be given up at once
             self._quarantine.append((reads, loan))
-        self.sweep()
 
     def sweep(self) -> None:
         """Take back what was in quarantine and is settled now."""
         if not self._quarantine:
             return
+        settled: list[Loan] = []
+        kept: list[tuple[Sequence[Read], Loan]] = []
         with self._lock:
-            settled = [loan for reads, loan in self._quarantine if all(read.settled for read in reads)]
-            self._quarantine = [entry for entry in self._quarantine if entry[1] not in settled]
+            for reads, loan in self._quarantine:
+                if all(read.settled for read in reads):
+                    settled.append(loan)
+                else:
+                    kept.append((reads, loan))
+            self._quarantine = kept
         for loan in settled:
             self.give_back(loan)
 

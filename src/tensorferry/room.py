@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class Room:
         self._max_loans = max_loans
         self._poll = poll
         self._lock = threading.Lock()
-        self._queue: deque[_Waiter] = deque()
+        self._queue: OrderedDict[_Waiter, None] = OrderedDict()  # any of them may leave at any time
         self._loans = 0
         self._closed = False
 
@@ -126,7 +126,7 @@ class Room:
                     **self._figures(nbytes),
                 )
             waiter = _Waiter(nbytes, borrower)
-            self._queue.append(waiter)
+            self._queue[waiter] = None
         return (yield from self._wait(waiter, deadline))
 
     def give_back(self, loan: Loan) -> None:
@@ -179,17 +179,17 @@ class Room:
     def _leave(self, waiter: _Waiter) -> Loan | None:
         """Take a waiter out of the queue; what it got, if it got something."""
         if waiter in self._queue:
-            self._queue.remove(waiter)
+            del self._queue[waiter]
             self._serve()
         return waiter.loan
 
     def _serve(self) -> None:
         while self._queue:
-            head = self._queue[0]
+            head = next(iter(self._queue))
             head.loan = self._lend(head.nbytes, head.borrower)
             if head.loan is None:
                 return
-            self._queue.popleft()
+            del self._queue[head]
             head.ready.open()
 
     def _lend(self, nbytes: int, borrower: str) -> Loan | None:

@@ -94,6 +94,25 @@ def test_those_behind_a_head_that_gives_up_are_served(threads, wait_for):
     assert small.result(timeout=1)
 
 
+def cost_of_leaving(waiting: int) -> float:
+    """Return the CPU seconds in which 1,000 of those who wait give up, the last ones first."""
+    one = room()
+    take(one, 64 * KIB, "a", None)
+    queue = [one.take(KIB, "b", Deadline(60.0)) for _ in range(waiting)]
+    for waiter in queue:
+        next(waiter)
+    started = time.thread_time()
+    for waiter in reversed(queue[-1000:]):
+        waiter.close()
+    spent = time.thread_time() - started
+    assert one.waiters == waiting - 1000
+    return spent
+
+
+def test_giving_up_costs_no_more_among_many():
+    assert cost_of_leaving(40_000) < 6 * min(cost_of_leaving(1000) for _ in range(3)) + 0.05
+
+
 def test_loans_without_memory_count_and_wait_too(threads, wait_for):
     one = room(max_loans=2)
     first, _ = take(one, 0, "a", None), take(one, 4 * KIB, "b", None)
