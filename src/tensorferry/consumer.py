@@ -132,9 +132,9 @@ class Consumer:
         Returns:
             The payload in the structure in which it was published, or the part of it under
             ``names``, with ``tensor[index]`` in place of a tensor in ``slices``.  The tensors are
-            complete, contiguous, require no gradient and share no memory with either pool.  Small
-            ones (up to 32 KiB) may share memory of up to 1 MiB with each other, which lives as
-            long as any of them.
+            complete, contiguous, require no gradient, share no memory with either pool, and cannot be
+            made larger in place (``resize_``).  Small ones (up to 32 KiB) may share memory of up to
+            1 MiB with each other, which lives as long as any of them.
 
         Raises:
             ManifestError: The manifest is malformed or out of bounds.

@@ -148,6 +148,9 @@ class TensorTable(Sequence[TensorSpec]):
     def __iter__(self) -> Iterator[TensorSpec]:
         return map(self.__getitem__, range(len(self)))
 
+    def __reduce__(self) -> tuple[Callable[[list[TensorSpec]], TensorTable], tuple[list[TensorSpec]]]:
+        return TensorTable.of, (list(self),)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import math
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,14 @@ from tensorferry.manifest import decode_manifest, encode_manifest, read_manifest
 from tensorferry.payload import unflatten
 
 DATA = Path(__file__).parent / "data"
+
+
+def test_a_decoded_manifest_can_be_pickled_and_copied():
+    manifest = decode_manifest(encode_manifest(make_manifest()))
+    for again in (pickle.loads(pickle.dumps(manifest)), copy.deepcopy(manifest)):  # noqa: S301 - our own
+        assert again == manifest
+        assert again.tensors[0].path == "prompt_embeds"
+        assert [spec.path for spec in manifest.tensors[1:3]] == list(again.names[1:3])
 
 
 def test_a_manifest_comes_back_equal():
