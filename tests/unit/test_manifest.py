@@ -29,7 +29,7 @@ DATA = Path(__file__).parent / "data"
 
 def test_a_decoded_manifest_can_be_pickled_and_copied():
     manifest = decode_manifest(encode_manifest(make_manifest()))
-    for again in (pickle.loads(pickle.dumps(manifest)), copy.deepcopy(manifest)):  # noqa: S301 - our own
+    for again in (pickle.loads(pickle.dumps(manifest)), copy.deepcopy(manifest)):
         assert again == manifest
         assert again.tensors[0].path == "prompt_embeds"
         assert [spec.path for spec in manifest.tensors[1:3]] == list(again.names[1:3])
