@@ -57,7 +57,8 @@ def flatten(tensors: Mapping[str, Any]) -> tuple[Structure, TensorColumns]:
     if not isinstance(tensors, Mapping):
         raise UsageError(f"a payload is a mapping from names to tensors, not {type(tensors).__name__}")
     found: list[Any] = []
-    structure = _Flattening(found).mapping(tensors, None, 1)
+    # Other mappings may make their values anew each time they are asked.
+    structure = _Flattening(found).mapping(dict(tensors), None, 1)
     check_paths(structure)
     return structure, describe(found, lambda place: leaf_paths(structure)[place])
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import warnings
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_names_that_would_give_one_path_are_quoted():
 
 def test_any_mapping_is_a_payload():
     assert same(round_trip(collections.OrderedDict(a=T)), {"a": T})
+
+
+def test_a_mapping_that_makes_its_values_is_asked_once():
+    made = []
+
+    class Lazy(collections.abc.Mapping):
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter("ab")
+
+        def __getitem__(self, key):
+            made.append(key)
+            return torch.ones(1)
+
+    flatten(Lazy())
+    assert made == ["a", "b"]
 
 
 @pytest.mark.parametrize("tensors", [[T], T, None, 3])
