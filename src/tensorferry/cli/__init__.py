@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from tensorferry.cli import bench, demo, inspect
+from tensorferry.cli import bench, demo, doctor, inspect
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="tensorferry", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (bench, demo, inspect):
+    for module in (bench, demo, doctor, inspect):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
