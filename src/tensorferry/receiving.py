@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
@@ -35,8 +36,10 @@ from tensorferry.streams import completed_copies, finish_queued_work
 
 _CPU = torch.device("cpu")
 
-# From two of these on, bytes that land in the pool are copied to the results part by part.
+# From two of these on, bytes that land in the pool are copied to the results part by part, where that takes
+# no CPU from the threads that move them: 117 MB by `rdma` over tcp took 53 ms instead of 43 on two CPUs.
 _PART_NBYTES = 8 << 20
+_COPIES_BESIDE = len(os.sched_getaffinity(0)) > 4
 
 _T = TypeVar("_T")
 
@@ -109,7 +112,8 @@ class Receiver:
                     self._release(connection, order)
                 return results
             direct = device.type == "cpu" and connection.lands_anywhere and order.suits_results
-            if not direct and not order.selections and order.nbytes >= 2 * _PART_NBYTES:
+            beside = _COPIES_BESIDE or device.type == "cuda"
+            if beside and not direct and not order.selections and order.nbytes >= 2 * _PART_NBYTES:
                 return (yield from self._land_in_parts(connection, order, device, stream, deadline, release))
             arrival = yield from self._land(connection, order, deadline, direct=direct, release=release)
             try:

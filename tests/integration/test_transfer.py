@@ -45,6 +45,30 @@ def test_sizes_around_internal_edges(route):
         route.send(f"size {size}", payloads.of_size, size, size)
 
 
+def test_large_payloads_come_in_parts(two):
+    """What lands in the pool is copied out while more arrives, where that takes nobody's CPU."""
+    producer, consumer = two
+    producer.call(peers.open_producer, "128MiB", access="rdma")
+    consumer.call(peers.open_consumer, "128MiB", access="rdma")
+    consumer.call(copy_beside)
+    manifest = producer.call(peers.publish, "a", several_large)
+    assert consumer.call(peers.pull_and_compare, manifest, several_large) == ""
+    assert producer.call(peers.wait_released, "a", 10)
+    assert consumer.call(peers.statistics, "consumer")["landing_seconds"] > 0
+
+
+def copy_beside(namespace):
+    from tensorferry import receiving
+
+    receiving._COPIES_BESIDE = True
+
+
+def several_large():
+    return {
+        f"t{i}": payloads.random_bytes(nbytes, i) for i, nbytes in enumerate((40 << 20, 77, 9 << 20, 1 << 20))
+    }
+
+
 def test_empty_payloads_are_released(route):
     """meta-pytorch/monarch#1133: a size of 0 hung."""
     for build in (dict, no_elements):

@@ -677,6 +677,7 @@ def test_a_borrow_lands_in_the_pool(direct):
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr("tensorferry.receiving._PART_NBYTES", 8192)
+    monkeypatch.setattr("tensorferry.receiving._COPIES_BESIDE", True)
 
 
 LARGE = {"x": torch.arange(10_000), "l": [torch.arange(100), None, torch.zeros(0, 3)], "y": torch.arange(7.0)}

@@ -69,7 +69,7 @@ def test_interfaces_that_lead_nowhere(host, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "eth0")
     assert levels("network") == ["ok"]
     write(host / "sys/net/ipv4/tcp_congestion_control", "bbr")
-    assert levels("network") == ["ok", "warn"]
+    assert levels("network") == ["ok", "note"]
 
 
 def test_huge_pages_that_are_off(host):

@@ -211,9 +211,9 @@ def _network() -> Iterator[Finding]:
     if control == "bbr":
         yield Finding(
             "network",
-            "warn",
-            "tcp congestion control is bbr, which paces: that can cost half of the speed within a host",
-            "sysctl net.ipv4.tcp_congestion_control=cubic, where bytes do not cross the internet",
+            "note",
+            "tcp congestion control is bbr, which paces what is sent; fast networks may do better without",
+            "compare with sysctl net.ipv4.tcp_congestion_control=cubic",
         )
 
 
