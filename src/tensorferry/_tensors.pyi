@@ -29,6 +29,11 @@ class TensorList:
         Places of the values that are no plain tensors, and described nowhere else.
         """
 
+    def offsets_from(self, address: int) -> list[int] | None:
+        """
+        Where the tensors begin; None where one is before the address, strided or not on the CPU.
+        """
+
     def copy(self, address: int, nbytes: int, offsets: Sequence[int]) -> list[int]:
         """
         Copies tensors into memory; returns the places of those that are strided or not on the CPU.

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
 
 from tensorferry import _tensors
 from tensorferry.arrays import as_tensor
-from tensorferry.dtypes import SUPPORTED_DTYPES, dtype_to_str
+from tensorferry.dtypes import SUPPORTED_DTYPES, dtype_to_str, str_to_dtype
 from tensorferry.errors import UsageError
 
 TensorType: TypeAlias = "tuple[str, tuple[int, ...]]"
@@ -58,6 +59,20 @@ class TensorColumns:
         if self._native is None:
             return range(len(self.tensors))
         return self._native.copy(memory.data_ptr(), memory.numel(), offsets)
+
+    def offsets_in(self, memory: torch.Tensor) -> list[int] | None:
+        """Return where the tensors lie in memory, if all do, apart from each other, aligned and in order.
+
+        Args:
+            memory: Flat uint8 tensor.
+        """
+        offsets = None if self._native is None else self._native.offsets_from(memory.data_ptr())
+        if offsets is None:
+            return None
+        itemsizes = [str_to_dtype(name).itemsize for name, _ in self.types]
+        nbytes = [size * prod(shape) for size, (_, shape) in zip(itemsizes, self.types, strict=True)]
+        fault, _ = _tensors.find_misplaced(self.kinds, offsets, nbytes, itemsizes, 0, memory.numel())
+        return None if fault else offsets
 
 
 def describe(values: list[Any], path_of: Callable[[int], str]) -> TensorColumns:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -77,12 +78,16 @@ def place_in(memory: torch.Tensor, payload: Mapping[str, Any]) -> Placed:
         UsageError: A tensor is not, is not contiguous, or shares bytes with another.
     """
     structure, columns = flatten(payload)
+    found = columns.offsets_in(memory)
+    if found is not None:  # else one by one: something is wrong, or the memory is not on the CPU
+        ends = map(add, found, columns.sizes)
+        return Placed(structure, columns, found, max(ends, default=0))
 
     def path(place: int) -> str:
         return leaf_paths(structure)[place]
 
     offsets = []
-    ends: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     address, capacity = memory.data_ptr(), memory.numel()
     for place, (tensor, nbytes) in enumerate(zip(columns.tensors, columns.sizes, strict=True)):
         start = tensor.data_ptr() - address if nbytes else 0
@@ -94,12 +99,12 @@ def place_in(memory: torch.Tensor, payload: Mapping[str, Any]) -> Placed:
             raise UsageError(f"{path(place)} is not contiguous; a publication without a copy needs it to be")
         offsets.append(start)
         if nbytes:
-            ends.append((start, start + nbytes, place))
-    ends.sort()
-    for (_, end, one), (start, _, other) in pairwise(ends):
+            ranges.append((start, start + nbytes, place))
+    ranges.sort()
+    for (_, end, one), (start, _, other) in pairwise(ranges):
         if start < end:
             raise UsageError(f"{path(one)} and {path(other)} share memory; each tensor needs its own")
-    return Placed(structure, columns, offsets, max((end for _, end, _ in ends), default=0))
+    return Placed(structure, columns, offsets, max((end for _, end, _ in ranges), default=0))
 
 
 class Publisher:

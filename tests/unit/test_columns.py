@@ -62,6 +62,22 @@ def test_values_of_other_kinds_become_tensors_among_tensors():
         assert slot[offsets[3] :][:8].view(torch.float32).tolist() == [-1, -1]
 
 
+def test_tensors_that_lie_in_memory_are_found_there():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    words = memory.view(torch.float32)
+    inside = [memory[3:5], words[16:20].view(2, 2), torch.empty(0), words[20:30]]
+    assert describe(inside).offsets_in(memory) == ([3, 64, 0, 80] if columns.EXCHANGE else None)
+    for wrong in (
+        [words[16:20], words[19:22]],  # shared bytes
+        [words[16:20], words[:4]],  # in another order, which is looked at one by one
+        [torch.ones(4)],
+        [words[::2]],
+    ):
+        assert describe(wrong).offsets_in(memory) is None
+    assert describe([words[60:]]).offsets_in(memory[:250]) is None
+    assert describe([memory[:8]]).offsets_in(memory[4:]) is None
+
+
 @pytest.mark.parametrize("value", ["text", torch.eye(2).to_sparse(), torch.ones(1, device="meta"), object()])
 def test_what_cannot_be_sent_is_named(value):
     with pytest.raises(UsageError, match=r"^path 1: "):

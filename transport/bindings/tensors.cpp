@@ -2,6 +2,7 @@
 // What is done for each of many tensors.  A payload may have thousands, and a few calls of Python for
 // each take longer than their bytes do.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -127,6 +128,18 @@ class TensorList {
     const nb::gil_scoped_release release;
     transport::copy_all(copies);
     return others;
+  }
+
+  // Where the tensors begin, counted from an address; none where one is before it, strided or not on the CPU.
+  std::optional<Numbers> offsets_from(std::uintptr_t address) const {
+    Numbers offsets;
+    offsets.reserve(entries.size());
+    for (const Entry& entry : entries) {
+      const auto start = reinterpret_cast<std::uintptr_t>(entry.data);
+      if (entry.nbytes != 0 && (entry.data == nullptr || start < address)) return {};
+      offsets.push_back(entry.nbytes == 0 ? 0 : start - address);
+    }
+    return offsets;
   }
 
   Numbers kinds() const {
@@ -394,6 +407,8 @@ NB_MODULE(_tensors, m) {
           nb::sig("def types(self) -> list[tuple[str, tuple[int, ...]]]"),
           "Each name of a dtype with each shape, once.")
       .def_ro("odd", &TensorList::odd, "Places of the values that are no plain tensors, and described nowhere else.")
+      .def("offsets_from", &TensorList::offsets_from, "address"_a,
+           "Where the tensors begin; None where one is before the address, strided or not on the CPU.")
       .def("copy", &TensorList::copy, "address"_a, "nbytes"_a, "offsets"_a,
            "Copies tensors into memory; returns the places of those that are strided or not on the CPU.");
 
