@@ -79,6 +79,13 @@ class Peer:
         self._process.join(10)
 
 
+def close_both(two: tuple[Peer, Peer]) -> None:
+    """Close the producer and the consumer of both."""
+    for one in two:
+        one.call(close, "producer")
+        one.call(close, "consumer")
+
+
 @contextmanager
 def peer(**environment: str) -> Iterator[Peer]:
     """Run a process for the time of a block."""

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import payloads
 import peers
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from payloads import GIB, KIB, MIB
+from payloads import KIB, MIB
 
 from tensorferry.dtypes import SUPPORTED_DTYPES
 from tensorferry.manifest import read_manifest
@@ -22,7 +21,6 @@ from tensorferry.manifest import read_manifest
 # tcp segments of 256 and 512 KiB, results that share memory, spans.
 EDGES = [1, 8, 64, 4 * KIB, 8 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, MIB, 16 * MIB]
 SIZES = sorted({size + more for size in EDGES for more in (-1, 0, 1)})
-CHUNK = 64 * MIB
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_a_manifest_damaged_in_any_byte_never_reaches_ucx(two, key):
     assert refused.keys() <= {"ManifestError", "AuthenticationError", "VersionError"}
     assert consumer.call(peers.statistics, "consumer")["pulls"] == 0
     assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, 1000) == ""
-    close_both(two)
+    peers.close_both(two)
 
 
 def pull_damaged(namespace, manifest):
@@ -237,7 +235,7 @@ def test_checksums_and_keys_over_the_wire(two):
     unsigned.call(peers.open_consumer, "16MiB")
     with pytest.raises(peers.RemoteError, match="AuthenticationError"):
         unsigned.call(peers.pull, producer.call(peers.publish, "b", dict))
-    close_both(two)
+    peers.close_both(two)
 
 
 def test_one_flipped_byte_is_found_and_named(two, mode_name):
@@ -256,7 +254,7 @@ def test_one_flipped_byte_is_found_and_named(two, mode_name):
     assert not producer.call(peers.wait_released, "a", 0)  # the slot is still held
     names = [f"t{i}" for i in range(20) if i != 7]
     assert consumer.call(peers.pull_and_compare, manifest, others_than_t7, names=names) == ""
-    close_both(two)
+    peers.close_both(two)
 
 
 @pytest.fixture(params=["served", "rdma", "mapped"])
@@ -285,7 +283,7 @@ def test_what_was_computed_into_the_pool_arrives(two, mode_name):
         manifest = producer.call(compute_and_publish, f"turn {turn}", turn)
         assert consumer.call(peers.pull_and_compare, manifest, computed, turn) == ""
         assert producer.call(peers.wait_released, f"turn {turn}", 10)
-    close_both(two)
+    peers.close_both(two)
 
 
 def compute_and_publish(namespace, request_id, turn):
@@ -300,54 +298,3 @@ def compute_and_publish(namespace, request_id, turn):
 def computed(turn):
     x = (torch.arange(1 << 20).view(1024, 1024) + turn).float()
     return {"nested": [x[10:20], None, (torch.full((300,), turn, dtype=torch.bfloat16),)]}
-
-
-@pytest.mark.parametrize("access", ["served", "mapped"])
-def test_a_gibibyte_from_a_pool_of_its_size(two, access):
-    """kvcache-ai/Mooncake#364, #3503: a large buffer was registered in part only, without a word."""
-    producer, consumer = two
-    producer.call(peers.open_producer, GIB, access=access)
-    consumer.call(peers.open_consumer, GIB, access=access)
-    manifest = producer.call(peers.publish, "large", payloads.of_size, GIB)
-    assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, GIB) == ""
-    close_both(two)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("access", ["served", "rdma", "mapped"])
-def test_more_than_four_gibibytes(two, access):
-    if psutil.virtual_memory().available < 18 * GIB:
-        pytest.skip("needs 18 GiB of free memory: two pools, the source and the result")
-    producer, consumer = two
-    nbytes = 4 * GIB + 2 * MIB + 1
-    producer.call(peers.open_producer, nbytes + 64 * KIB, access=access)
-    consumer.call(peers.open_consumer, nbytes + 64 * KIB if access != "mapped" else "1MiB", access=access)
-    manifest = producer.call(publish_chunks, nbytes)
-    assert read_manifest(manifest).nbytes == nbytes
-    assert consumer.call(pull_chunks, manifest) == []
-    close_both(two)
-
-
-def publish_chunks(namespace, nbytes):
-    """Publish one large tensor, random in each chunk, without a second copy of it around."""
-    whole = torch.empty(nbytes, dtype=torch.uint8)
-    for number, chunk in enumerate(whole.split(CHUNK)):
-        chunk.copy_(payloads.random_bytes(len(chunk), number))
-    return namespace.producer.publish("huge", {"x": whole})
-
-
-def pull_chunks(namespace, manifest):
-    """Return the numbers of the chunks that differ."""
-    chunks = namespace.consumer.pull(manifest)["x"].split(CHUNK)
-    return [
-        number
-        for number, chunk in enumerate(chunks)
-        if not torch.equal(chunk, payloads.random_bytes(len(chunk), number))
-    ]
-
-
-def close_both(two):
-    for peer in two:
-        peer.call(peers.close, "producer")
-        peer.call(peers.close, "consumer")
