@@ -209,6 +209,8 @@ class Order:
         """
         if self.manifest.checksum is None:
             return
+        sums = self.table.sums
+        assert sums is not None  # validation took no manifest without them
         for piece in pieces:
             if piece.region.members[0] in self.selections:
                 continue
@@ -216,10 +218,10 @@ class Order:
             offsets = [table.offsets[place] - piece.region.start for place in members]
             found = packing.checksums(piece.memory, offsets, [table.sizes[place] for place in members])
             for place, digest in zip(members, found, strict=True):
-                if table.sums is None or table.sums[place] != digest:
+                if sums[place] != digest:
                     raise IntegrityError(
-                        f"the bytes of {shown(table.paths[place])} have the checksum {digest:016x}, which is "
-                        f"not the producer's; the data was discarded: pull again, or publish again"
+                        f"the bytes of {shown(table.paths[place])} have the checksum {digest:016x}, the "
+                        f"producer's were {sums[place]:016x}; the data was discarded: pull again, or publish again"
                     )
 
     def _found(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from tensorferry import _tensors, pages
-from tensorferry.columns import EXCHANGE, TensorColumns, TensorType
+from tensorferry.columns import EXCHANGE, TensorType
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.layout import ALIGNMENT, Region
 from tensorferry.manifest import TensorTable
@@ -40,16 +40,6 @@ class _Run(NamedTuple):
     first: int
     length: int
     stride: int
-
-
-def pack_columns(slot: torch.Tensor, columns: TensorColumns, offsets: Sequence[int]) -> Sequence[int]:
-    """Copy what needs no more than that into a slot on the CPU, and zero all between the tensors.
-
-    Returns:
-        The places of the tensors that are left for :func:`pack`: all of them for a CUDA slot.
-    """
-    clear_gaps(slot, offsets, columns.sizes)
-    return columns.copy(slot, offsets) if slot.device.type == "cpu" else range(len(columns.tensors))
 
 
 def pack(slot: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:

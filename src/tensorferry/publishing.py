@@ -174,13 +174,15 @@ class Publisher:
     def _fill(self, slot: torch.Tensor, payload: Placed, terms: Terms) -> None:
         """Copy a payload into its slot."""
         with torch.no_grad():
-            left = packing.pack_columns(slot, payload.columns, payload.offsets)
-            if not left:
-                return
-            tensors = [payload.columns.tensors[place] for place in left]
+            columns, offsets = payload.columns, payload.offsets
+            left: Sequence[int] = range(len(columns.tensors))
+            if slot.device.type == "cpu":
+                left = columns.copy(slot, offsets)
+            tensors = [columns.tensors[place] for place in left]
             devices = {slot.device, *(tensor.device for tensor in tensors)}
             with completed_copies(devices, terms.stream, terms.after):
-                packing.pack(slot, tensors, [payload.offsets[place] for place in left])
+                packing.clear_gaps(slot, offsets, columns.sizes)
+                packing.pack(slot, tensors, [offsets[place] for place in left])
 
     def publish_held(self, terms: Terms, held: Held, payload: Mapping[str, Any]) -> bytes:
         """Publish what has been written into a slot that is held; return its manifest.

@@ -237,14 +237,7 @@ class Receiver:
         read: Read | None = None
         tensors: list[torch.Tensor] | None = None
         try:
-            if direct:
-                pieces = order.destinations(order.regions, _CPU)
-            else:
-                memory = self.landing.memory(loan)
-                pieces = [
-                    Piece(region, memory[offset : offset + region.nbytes])
-                    for region, offset in zip(order.regions, offsets, strict=True)
-                ]
+            pieces = order.destinations(order.regions, _CPU) if direct else self._landing_pieces(order, loan)
             with self._counts.timed("wire"):
                 if connection.access == "mapped":
                     self._copy_into(connection, order, pieces)
@@ -269,6 +262,13 @@ class Receiver:
             raise
         return Arrival(connection, order, pieces, loan, tensors, releaser is not None and read is not None)
 
+    def _landing_pieces(self, order: Order, loan: Loan) -> list[Piece]:
+        memory, (offsets, _) = self.landing.memory(loan), layout.landing_offsets(order.regions)
+        return [
+            Piece(region, memory[offset : offset + region.nbytes])
+            for region, offset in zip(order.regions, offsets, strict=True)
+        ]
+
     def _land_in_parts(
         self,
         connection: Connection,
@@ -279,16 +279,12 @@ class Receiver:
         release: bool,
     ) -> Steps[list[torch.Tensor]]:
         """Bring whole tensors through landing memory; each part is copied out while later ones arrive."""
-        offsets, nbytes = layout.landing_offsets(order.regions)
+        _, nbytes = layout.landing_offsets(order.regions)
         loan = yield from self.landing.take(nbytes, str(order), deadline)
         reads: list[Read] = []
         devices = {device, self.device}
         try:
-            memory = self.landing.memory(loan)
-            landed = [
-                Piece(region, memory[offset : offset + region.nbytes])
-                for region, offset in zip(order.regions, offsets, strict=True)
-            ]
+            landed = self._landing_pieces(order, loan)
             with completed_copies(devices, stream):  # the stream's memory, that is
                 results = order.destinations(order.regions, device)
             parts = order.parts(results, self.landing.pool, loan.offset, _PART_NBYTES)

@@ -69,7 +69,8 @@ def round_trip(tensors, unpack=Order.copies):
     pool = torch.full((8192 + nbytes,), 0xAA, dtype=torch.uint8)
     slot = pool[4096 : 4096 + nbytes]
     described = columns.describe(list(tensors), str)
-    left = packing.pack_columns(slot, described, offsets)
+    packing.clear_gaps(slot, offsets, described.sizes)
+    left = described.copy(slot, offsets)
     packing.pack(slot, [described.tensors[place] for place in left], [offsets[place] for place in left])
     assert bytes(pool[:4096].numpy()) == b"\xaa" * 4096
     assert bytes(pool[4096 + nbytes :].numpy()) == b"\xaa" * 4096
