@@ -220,8 +220,9 @@ class Order:
             for place, digest in zip(members, found, strict=True):
                 if sums[place] != digest:
                     raise IntegrityError(
-                        f"the bytes of {shown(table.paths[place])} have the checksum {digest:016x}, the "
-                        f"producer's were {sums[place]:016x}; the data was discarded: pull again, or publish again"
+                        f"the bytes of {shown(table.paths[place])} have the checksum {digest:016x}, "
+                        f"the producer's were {sums[place]:016x}; the data was discarded: "
+                        f"pull again, or publish again"
                     )
 
     def _found(self, pieces: Sequence[Piece]) -> list[torch.Tensor | None]:
