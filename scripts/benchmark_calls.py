@@ -20,6 +20,7 @@ from rich.table import Table
 import tensorferry
 from tensorferry.columns import describe
 from tensorferry.manifest import decode_manifest
+from tensorferry.standing import StandingParts
 
 LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
 COUNT, ELEMENTS = 10_000, 256
@@ -57,6 +58,10 @@ def main() -> None:
         manifest = producer.publish("small", small, lease=600)
         measure("4 KiB: publish", calls, lambda number: producer.publish(str(number), small))
         measure("4 KiB: decode the manifest", calls, lambda number: decode_manifest(manifest))
+        known = StandingParts()
+        measure(
+            "4 KiB: decode one of a known kind", calls, lambda number: decode_manifest(manifest, known=known)
+        )
         measure("4 KiB: pull, mapped", calls, lambda number: consumer.pull(manifest, release=False))
         large = producer.publish("large", many, lease=600)
         values, slot = list(many.values()), torch.zeros(nbytes, dtype=torch.uint8)
@@ -65,6 +70,11 @@ def main() -> None:
         measure("10,000 x 1 KiB: describe", few, lambda number: describe(values, str))
         measure("10,000 x 1 KiB: copy", few, lambda number: described.copy(slot, offsets))
         measure("10,000 x 1 KiB: decode the manifest", few, lambda number: decode_manifest(large))
+        measure(
+            "10,000 x 1 KiB: decode one of a known kind",
+            few,
+            lambda number: decode_manifest(large, known=known),
+        )
         measure("10,000 x 1 KiB: pull, mapped", few, lambda number: consumer.pull(large, release=False))
         measure("10,000 x 1 KiB: torch's unbind of one tensor", few, lambda number: whole.unbind())
     Console().print(table)

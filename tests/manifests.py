@@ -12,8 +12,9 @@ import torch
 from tensorferry import wire
 from tensorferry.backends.base import AccessOffer, PeerOffer, SlotTicket
 from tensorferry.dtypes import dtype_to_str
-from tensorferry.manifest import Manifest, TensorSpec
+from tensorferry.manifest import Manifest
 from tensorferry.payload import flatten, leaf_paths
+from tensorferry.tensor_table import TensorSpec
 
 KEY = b"0123456789abcdef"
 BODY = wire.HEADER_NBYTES + wire.DIGEST_NBYTES

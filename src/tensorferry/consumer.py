@@ -21,6 +21,7 @@ from tensorferry.ownership import Closer, Lifetime
 from tensorferry.receiving import Receiver
 from tensorferry.request import Request
 from tensorferry.slicing import Index
+from tensorferry.standing import StandingParts
 from tensorferry.streams import current_stream
 
 ACCESSES = ("auto", "served", "rdma", "mapped")
@@ -76,6 +77,7 @@ class Consumer:
         self._max_manifest_nbytes = arguments.as_nbytes(max_manifest_bytes, "max_manifest_bytes")
         self._key = wire.as_key(key)
         self._name = arguments.as_name(name)
+        self._known = StandingParts()
         self._device = arguments.as_device(device)
         chosen = cast(_Access, arguments.as_choice(access, ACCESSES, "access"))
         with torch.inference_mode(False):  # else the pool could not be written outside of it
@@ -359,7 +361,9 @@ class Consumer:
     ) -> Order:
         if isinstance(names, str):
             raise UsageError(f"names is a list of names, not the text {names!r}")
-        return Order.of(decode_manifest(manifest, self._key, self._max_manifest_nbytes), names, slices)
+        return Order.of(
+            decode_manifest(manifest, self._key, self._max_manifest_nbytes, self._known), names, slices
+        )
 
     def _notify(self, kind: Literal["release", "reject"], manifest: ManifestBytes) -> None:
         with self._lifetime.use():

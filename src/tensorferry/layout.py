@@ -8,7 +8,7 @@ from itertools import starmap
 from typing import NamedTuple
 
 from tensorferry import _tensors
-from tensorferry.manifest import TensorTable
+from tensorferry.tensor_table import TensorTable
 
 ALIGNMENT = 64
 """Bytes; every tensor of a slot starts at a multiple of it."""

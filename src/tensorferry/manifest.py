@@ -8,156 +8,23 @@ allocates memory for it or connects anywhere.  ``docs/wire-format.md`` describes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from functools import lru_cache
+from typing import Any, Literal
 
 from tensorferry import validation, wire
 from tensorferry.backends.base import PeerOffer, SlotTicket
-from tensorferry.columns import TensorType
 from tensorferry.errors import ManifestError, UsageError
 from tensorferry.metadata import plain_metadata
-from tensorferry.payload import Structure, leaf_paths
+from tensorferry.payload import Structure
 from tensorferry.records import Record
+from tensorferry.standing import OWN_KEYS, Standing, StandingParts
+from tensorferry.tensor_table import TensorSpec, TensorTable
 
 Checksum = Literal["xxh3"]
-ByteOrder = Literal["little", "big"]
 
-
-class TensorSpec(NamedTuple):
-    """One tensor in a slot.
-
-    Attributes:
-        path: Where it is in the payload, for example ``outputs[0].audio``.
-        dtype: Name of its dtype, for example ``"bfloat16"``.
-        shape: Its shape; the elements lie in the slot in row-major order.
-        offset: First byte, counted from the beginning of the slot.
-        nbytes: Bytes that it takes.
-        checksum: 64-bit XXH3 of those bytes, or None where the manifest has no checksums.
-    """
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-    checksum: int | None = None
-
-
-class TensorTable(Sequence[TensorSpec]):
-    """The tensors of a manifest by column; a :class:`TensorSpec` is made when one is asked for.
-
-    Must not be changed.
-
-    Args:
-        paths: Makes the path of each tensor, when the first is asked for.
-        types: Each dtype with each shape, once.
-        kinds: Of each tensor, its place in ``types``.
-        offsets: Of each tensor, its first byte in the slot.
-        sizes: Of each tensor, its bytes.
-        sums: Of each tensor, its checksum; None where there are none.
-    """
-
-    def __init__(
-        self,
-        paths: Callable[[], list[str]],
-        types: Sequence[TensorType],
-        kinds: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        sums: Sequence[int] | None = None,
-    ) -> None:
-        self._paths = paths
-        self.types = types
-        self.kinds = kinds
-        self.offsets = offsets
-        self.sizes = sizes
-        self.sums = sums
-
-    @classmethod
-    def of(cls, specs: Sequence[TensorSpec]) -> TensorTable:
-        """Take tensors by row."""
-        if isinstance(specs, TensorTable):
-            return specs
-        rows = list(specs)
-        types: dict[TensorType, int] = {}
-        kinds = [types.setdefault((row.dtype, row.shape), len(types)) for row in rows]
-        sums = [row.checksum for row in rows if row.checksum is not None]
-        return cls(
-            lambda: [row.path for row in rows],
-            list(types),
-            kinds,
-            [row.offset for row in rows],
-            [row.nbytes for row in rows],
-            sums or None,
-        )
-
-    @cached_property
-    def paths(self) -> list[str]:
-        """The path of each tensor."""
-        return self._paths()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.sizes)
-
-    def take(self, places: Iterable[int]) -> TensorTable:
-        """Return some of the tensors, in that order."""
-        chosen = list(places)
-        sums = self.sums
-        return TensorTable(
-            lambda: [self.paths[place] for place in chosen],
-            self.types,
-            [self.kinds[place] for place in chosen],
-            [self.offsets[place] for place in chosen],
-            [self.sizes[place] for place in chosen],
-            None if sums is None else [sums[place] for place in chosen],
-        )
-
-    def replace(self, rows: Mapping[int, tuple[TensorType, int, int]]) -> TensorTable:
-        """Return a table with other types, offsets and sizes at some places; its paths stay."""
-        if not rows:
-            return self
-        types, kinds = list(self.types), list(self.kinds)
-        offsets, sizes = list(self.offsets), list(self.sizes)
-        for place, (kind, offset, nbytes) in rows.items():
-            kinds[place], offsets[place], sizes[place] = len(types), offset, nbytes
-            types.append(kind)
-        return TensorTable(lambda: self.paths, types, kinds, offsets, sizes, self.sums)
-
-    def __len__(self) -> int:
-        return len(self.kinds)
-
-    @overload
-    def __getitem__(self, index: int) -> TensorSpec: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TensorSpec]: ...
-    def __getitem__(self, index: int | slice) -> TensorSpec | Sequence[TensorSpec]:
-        if isinstance(index, slice):
-            return self.take(range(len(self))[index])
-        return TensorSpec(
-            self.paths[index],
-            *self.types[self.kinds[index]],
-            self.offsets[index],
-            self.sizes[index],
-            None if self.sums is None else self.sums[index],
-        )
-
-    def __iter__(self) -> Iterator[TensorSpec]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __reduce__(self) -> tuple[Callable[[list[TensorSpec]], TensorTable], tuple[list[TensorSpec]]]:
-        return TensorTable.of, (list(self),)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"TensorTable({list(self)!r})"
+_PACKED_OWN_KEYS = tuple(map(wire.pack, OWN_KEYS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +55,7 @@ class Manifest:
     expires: float
     metadata: dict[str, Any] = field(default_factory=dict)
     consumers: int = 1
-    byteorder: ByteOrder = validation.NATIVE
+    byteorder: validation.ByteOrder = validation.NATIVE
     checksum: Checksum | None = None
     producer: str | None = None
 
@@ -226,9 +93,10 @@ def encode_manifest(manifest: Manifest, key: bytes | str | None = None) -> bytes
             would be larger than 16 MiB.
     """
     secret = wire.as_key(key)
-    body = _body(manifest)
+    own, standing = _own(manifest), _standing(manifest)
     try:
-        data = wire.seal(wire.pack(body), secret)
+        body = wire.join(wire.pack(own), wire.pack(standing), _packed_peer(manifest.peer))
+        data = wire.seal(body, secret)
     except (ValueError, OverflowError, TypeError) as error:
         raise UsageError(f"the manifest of {manifest.request_id!r} cannot be encoded: {error}") from error
     if len(data) > wire.MAX_MANIFEST_NBYTES:
@@ -243,6 +111,7 @@ def decode_manifest(
     data: bytes | bytearray | memoryview,
     key: bytes | str | None = None,
     max_bytes: int = wire.MAX_MANIFEST_NBYTES,
+    known: StandingParts | None = None,
 ) -> Manifest:
     """Decode and check a manifest; time and memory are bounded by its length.
 
@@ -250,6 +119,8 @@ def decode_manifest(
         data: The bytes that :func:`encode_manifest` gave.
         key: The producer's key; without one, only a manifest without a MAC is accepted.
         max_bytes: Longer manifests are refused unread.
+        known: What earlier manifests had in common; the result may share its parts with others then, and
+            must not be changed.
 
     Raises:
         ManifestError: It is too long, altered on its way, malformed, out of bounds, or of the other
@@ -265,7 +136,7 @@ def decode_manifest(
     nbytes = data.nbytes if isinstance(data, memoryview) else len(data)
     if nbytes > max_bytes:
         raise ManifestError(f"the manifest has {nbytes} bytes, the limit is {max_bytes}")
-    return _manifest(wire.unpack(wire.unseal(bytes(data), secret)))
+    return _manifest(wire.unseal(bytes(data), secret), known)
 
 
 def read_manifest(manifest: bytes | bytearray | memoryview, key: bytes | str | None = None) -> Manifest:
@@ -284,7 +155,29 @@ def read_manifest(manifest: bytes | bytearray | memoryview, key: bytes | str | N
     return decode_manifest(manifest, key)
 
 
-def _body(manifest: Manifest) -> dict[str, Any]:
+def _own(manifest: Manifest) -> dict[str, Any]:
+    """Return the entries under :data:`tensorferry.standing.OWN_KEYS`."""
+    ticket = manifest.ticket
+    own: dict[str, Any] = {
+        "id": manifest.request_id,
+        "slot": {
+            "index": ticket.index,
+            "generation": ticket.generation,
+            "token": ticket.token,
+            "offset": ticket.offset,
+            "nbytes": ticket.nbytes,
+        },
+        "expires": float(manifest.expires),
+    }
+    if manifest.checksum is not None:
+        own["sums"] = TensorTable.of(manifest.tensors).sums or []
+    if manifest.metadata:
+        own["metadata"] = plain_metadata(manifest.metadata)
+    return own
+
+
+def _standing(manifest: Manifest) -> dict[str, Any]:
+    """Return the other entries, without the peer's."""
     if not (math.isfinite(manifest.lease) and manifest.lease > 0):
         raise UsageError(f"a lease is a positive number of seconds, not {manifest.lease!r}")
     if not 1 <= manifest.consumers <= validation.MAX_CONSUMERS:
@@ -295,24 +188,8 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         if len(text.encode(errors="replace")) > validation.MAX_NAME_NBYTES:
             raise UsageError(f"the {what} is longer than {validation.MAX_NAME_NBYTES} bytes")
     table = TensorTable.of(manifest.tensors)
-    peer, ticket = manifest.peer, manifest.ticket
-    body: dict[str, Any] = {
-        "id": manifest.request_id,
-        "peer": {
-            "uid": peer.uid,
-            "backend": peer.backend,
-            "host": peer.host,
-            "offers": [{"access": o.access, "address": o.address, "key": o.key} for o in peer.offers],
-        },
-        "slot": {
-            "index": ticket.index,
-            "generation": ticket.generation,
-            "token": ticket.token,
-            "offset": ticket.offset,
-            "nbytes": ticket.nbytes,
-        },
+    standing: dict[str, Any] = {
         "lease": float(manifest.lease),
-        "expires": float(manifest.expires),
         "consumers": manifest.consumers,
         "byteorder": manifest.byteorder,
         "structure": manifest.structure,
@@ -321,38 +198,45 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         "offset": table.offsets,
     }
     if manifest.checksum is not None:
-        body["checksum"] = manifest.checksum
-        body["sums"] = table.sums or []
+        standing["checksum"] = manifest.checksum
     if manifest.producer is not None:
-        body["producer"] = manifest.producer
-    if manifest.metadata:
-        body["metadata"] = plain_metadata(manifest.metadata)
-    return body
+        standing["producer"] = manifest.producer
+    return standing
 
 
-def _manifest(body: Any) -> Manifest:
-    record = Record(body, "the manifest")
-    byteorder = record.choice("byteorder", ("little", "big"))
-    ticket = validation.ticket(record.record("slot"))
-    checksum = record.choice("checksum", ("xxh3",)) if "checksum" in record else None
-    structure = record.mapping("structure")
-    metadata = record.mapping("metadata") if "metadata" in record else {}
-    validation.check_metadata(metadata)
-    table = TensorTable(
-        lambda: leaf_paths(structure),
-        *validation.tensor_columns(record, structure, ticket, byteorder, checksum is not None),
+@lru_cache(maxsize=64)
+def _packed_peer(peer: PeerOffer) -> bytes:
+    offers = [{"access": one.access, "address": one.address, "key": one.key} for one in peer.offers]
+    return wire.pack(
+        {"peer": {"uid": peer.uid, "backend": peer.backend, "host": peer.host, "offers": offers}}
     )
+
+
+def _manifest(body: bytes, known: StandingParts | None) -> Manifest:
+    first, rest = wire.split(body, _PACKED_OWN_KEYS)
+    standing = None if known is None else known.get(rest)
+    if standing is None:
+        own = Record(wire.unpack(body), "the manifest")
+        standing = Standing(own)
+        if known is not None and sum(key in own for key in OWN_KEYS) == wire.entries(first):
+            known.add(rest, standing)
+    else:
+        own = Record(wire.unpack(first, wire.MAX_NODES - len(rest)), "the manifest")
+    ticket = validation.ticket(own.record("slot"))
+    standing.check(ticket)
+    metadata = own.mapping("metadata") if "metadata" in own else {}
+    validation.check_metadata(metadata)
     return Manifest(
-        request_id=record.text("id", validation.MAX_NAME_NBYTES),
-        tensors=table,
-        structure=structure,
-        peer=validation.peer(record.record("peer")),
+        request_id=own.text("id", validation.MAX_NAME_NBYTES),
+        tensors=standing.table(own),
+        structure=standing.structure,
+        peer=standing.peer,
         ticket=ticket,
-        lease=record.seconds("lease", positive=True),
-        expires=record.seconds("expires"),
+        lease=standing.lease,
+        expires=own.seconds("expires"),
         metadata=metadata,
-        consumers=record.integer("consumers", 1, validation.MAX_CONSUMERS),
-        byteorder=byteorder,  # type: ignore[arg-type]
-        checksum=checksum,  # type: ignore[arg-type]
-        producer=record.text("producer", validation.MAX_NAME_NBYTES) if "producer" in record else None,
+        consumers=standing.consumers,
+        byteorder=standing.byteorder,
+        checksum="xxh3" if standing.has_sums else None,
+        producer=standing.producer,
     )

@@ -15,10 +15,11 @@ from tensorferry.columns import TensorType
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import IntegrityError, UsageError
 from tensorferry.layout import Region
-from tensorferry.manifest import Manifest, TensorTable
+from tensorferry.manifest import Manifest
 from tensorferry.payload import Structure
 from tensorferry.records import listed, shown
 from tensorferry.slicing import Index, Selection
+from tensorferry.tensor_table import TensorTable
 
 # Memory of its own for a read costs as much time as copying about so many bytes.
 _DIRECT_NBYTES = 16 << 10

@@ -19,7 +19,7 @@ from tensorferry import _tensors, pages
 from tensorferry.columns import EXCHANGE, TensorType
 from tensorferry.dtypes import str_to_dtype
 from tensorferry.layout import ALIGNMENT, Region
-from tensorferry.manifest import TensorTable
+from tensorferry.tensor_table import TensorTable
 
 # Results up to this size share memory with their neighbours, chunk by chunk: allocating each
 # for itself takes longer than everything else.  The chunk bounds what one result keeps alive.

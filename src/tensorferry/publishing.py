@@ -22,13 +22,14 @@ from tensorferry.columns import TensorColumns
 from tensorferry.counting import Counts
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import UsageError
-from tensorferry.manifest import Checksum, Manifest, TensorTable, encode_manifest
+from tensorferry.manifest import Checksum, Manifest, encode_manifest
 from tensorferry.ownership import Lifetime
 from tensorferry.payload import Structure, flatten, leaf_paths
 from tensorferry.publications import Held, Publications
 from tensorferry.room import Room
 from tensorferry.steps import Steps
 from tensorferry.streams import completed_copies
+from tensorferry.tensor_table import TensorTable
 
 
 @dataclass(frozen=True, slots=True)

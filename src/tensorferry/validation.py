@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 from tensorferry import _tensors, metadata, payload
 from tensorferry.backends.base import Access, AccessOffer, PeerOffer, SlotTicket
@@ -16,7 +16,8 @@ from tensorferry.dtypes import str_to_dtype
 from tensorferry.errors import ManifestError, TensorferryError, UsageError
 from tensorferry.records import Record, kind_of, shown
 
-NATIVE: Literal["little", "big"] = sys.byteorder
+ByteOrder: TypeAlias = Literal["little", "big"]
+NATIVE: ByteOrder = sys.byteorder
 
 MAX_NAME_NBYTES = 4096
 MAX_BACKEND_NBYTES = 64
@@ -27,12 +28,8 @@ MAX_OFFERS = 16
 MAX_DIMS = 64
 MAX_CONSUMERS = (1 << 31) - 1
 UID_NBYTES = TOKEN_NBYTES = 16
-
-# Offers that were checked, by uid.  Larger ones than any backend gives are checked each time, so that
-# peers cannot fill the memory.
-_known_peers: dict[bytes, PeerOffer] = {}
-_MOST_KNOWN_PEERS = 4096
-_USUAL_OFFER_NBYTES = 4096
+MAX_ALIGNMENT = 64
+"""Bytes; no element needs more."""
 
 _CONTAINERS = {dict, list}
 _METADATA = {*_CONTAINERS, type(None), bool, int, float, str, bytes}
@@ -54,41 +51,12 @@ def ticket(record: Record) -> SlotTicket:
 
 
 def peer(record: Record) -> PeerOffer:
-    """Take the peer's record; offers of an access that is not known here are left out.
-
-    Equal records give one object: all manifests of a producer have the same.
-    """
-    uid = record.binary("uid", UID_NBYTES, UID_NBYTES)
-    values = record.items("offers", MAX_OFFERS)
-    known = _known_peers.get(uid)
-    if known is not None and _is(known, record, values):
-        return known
-    checked = PeerOffer(
-        uid=uid,
+    """Take the peer's record; offers of an access that is not known here are left out."""
+    return PeerOffer(
+        uid=record.binary("uid", UID_NBYTES, UID_NBYTES),
         backend=record.text("backend", MAX_BACKEND_NBYTES),
         host=record.binary("host", 0, MAX_HOST_NBYTES),
-        offers=_offers(values),
-    )
-    if sum(len(offer.address) + len(offer.key) for offer in checked.offers) <= _USUAL_OFFER_NBYTES:
-        if len(_known_peers) >= _MOST_KNOWN_PEERS:
-            _known_peers.clear()
-        _known_peers[uid] = checked
-    return checked
-
-
-def _is(known: PeerOffer, record: Record, values: list[Any]) -> bool:
-    """Return whether a record is, value by value and in the same order, what gave this offer."""
-    return (
-        record.get("backend") == known.backend
-        and record.get("host") == known.host
-        and len(values) == len(known.offers)
-        and all(
-            type(value) is dict
-            and value.get("access") == offer.access
-            and value.get("address") == offer.address
-            and value.get("key") == offer.key
-            for value, offer in zip(values, known.offers, strict=True)
-        )
+        offers=_offers(record.items("offers", MAX_OFFERS)),
     )
 
 
@@ -169,36 +137,68 @@ def _count(node: Any, depth: int) -> tuple[int, int]:
     return entries, tensors
 
 
-def tensor_columns(
-    record: Record, structure: dict[str, Any], slot: SlotTicket, byteorder: str, has_sums: bool
-) -> tuple[list[tuple[str, tuple[int, ...]]], list[int], list[int], list[int], list[int] | None]:
-    """Check the tensors against each other and the slot.
+class Columns(NamedTuple):
+    """The tensors of a manifest, checked but for where they lie.
 
-    Returns:
-        Types, and of each tensor its place in them, its offset, its size and its checksum.
+    Attributes:
+        types: Each dtype with each shape, once.
+        kinds: Of each tensor, its place in ``types``.
+        offsets: Of each tensor, its first byte in the slot.
+        sizes: Of each tensor, its bytes.
+        type_sizes: Of each type, the bytes of such a tensor.
+        itemsizes: Of each type, the bytes of an element.
     """
+
+    types: list[tuple[str, tuple[int, ...]]]
+    kinds: list[int]
+    offsets: list[int]
+    sizes: list[int]
+    type_sizes: list[int]
+    itemsizes: list[int]
+
+
+def byteorder(record: Record) -> ByteOrder:
+    """Take the byte order of the elements."""
+    return cast(ByteOrder, record.choice("byteorder", ("little", "big")))
+
+
+def tensor_columns(record: Record, structure: dict[str, Any], byteorder: str) -> Columns:
+    """Take the tensors of a structure, which is checked too."""
     count = count_tensors(structure)
     types = [_tensor_type(value, byteorder) for value in record.items("types", count)]
     kinds = _column(record, "type", count, len(types) - 1)
-    offsets = _column(record, "offset", count, slot.nbytes)
-    sums = _column(record, "sums", count, _UINT64) if has_sums else None
     type_sizes = [row[2] for row in types]
-    sizes = [type_sizes[kind] for kind in kinds]
-    itemsizes = [row[3] for row in types]
+    return Columns(
+        [row[:2] for row in types],
+        kinds,
+        _column(record, "offset", count, _INT64),
+        [type_sizes[kind] for kind in kinds],
+        type_sizes,
+        [row[3] for row in types],
+    )
+
+
+def sums(record: Record, count: int) -> list[int]:
+    """Take the checksums of so many tensors."""
+    return _column(record, "sums", count, _UINT64)
+
+
+def check_places(columns: Columns, structure: dict[str, Any], slot: SlotTicket) -> None:
+    """Check the tensors against each other and the slot."""
+    _, kinds, offsets, sizes, type_sizes, itemsizes = columns
     fault, at = _tensors.find_misplaced(kinds, offsets, type_sizes, itemsizes, slot.offset, slot.nbytes)
-    if fault:
-        path, nbytes, offset = payload.leaf_paths(structure)[at], sizes[at], offsets[at]
-        if fault == "outside":
-            raise ManifestError(
-                f"{shown(path)} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
-            )
-        if fault == "misaligned":
-            itemsize = itemsizes[kinds[at]]
-            raise ManifestError(
-                f"{shown(path)} at {slot.offset} + {offset} is not aligned to {itemsize} bytes"
-            )
-        _refuse_overlap(payload.leaf_paths(structure), sizes, offsets)
-    return [row[:2] for row in types], kinds, offsets, sizes, sums
+    if not fault:
+        return
+    paths = payload.leaf_paths(structure)
+    path, nbytes, offset = paths[at], sizes[at], offsets[at]
+    if fault == "outside":
+        raise ManifestError(
+            f"{shown(path)} ({nbytes} bytes at {offset}) leaves its slot of {slot.nbytes} bytes"
+        )
+    if fault == "misaligned":
+        itemsize = itemsizes[kinds[at]]
+        raise ManifestError(f"{shown(path)} at {slot.offset} + {offset} is not aligned to {itemsize} bytes")
+    _refuse_overlap(paths, sizes, offsets)
 
 
 def _column(record: Record, key: str, count: int, high: int) -> list[int]:

@@ -123,7 +123,7 @@ def notice_mac(
     return hashlib.blake2b(message, digest_size=DIGEST_NBYTES, key=key, person=_NOTICE_PURPOSE).digest()
 
 
-def pack(body: dict[str, Any]) -> bytes:
+def pack(body: Any) -> bytes:
     """Encode plain values as msgpack.
 
     Raises:
@@ -133,7 +133,49 @@ def pack(body: dict[str, Any]) -> bytes:
     return packed
 
 
-def unpack(body: bytes) -> Any:
+def join(*maps: bytes) -> bytes:
+    """Return one encoded map with the entries of several, of up to 15 entries each."""
+    return _map_header(sum(map(entries, maps))) + b"".join(one[1:] for one in maps)
+
+
+def entries(encoded: bytes) -> int:
+    """Return how many entries an encoded map has, which are up to 15."""
+    return encoded[0] & 0x0F
+
+
+def split(body: bytes, keys: tuple[bytes, ...]) -> tuple[bytes, bytes]:
+    """Cut an encoded map of a peer in two.
+
+    Nothing is decoded, and what follows the first part is not even looked at.
+
+    Args:
+        body: The map, unchecked.
+        keys: Encoded.
+
+    Returns:
+        Two encoded maps: the leading entries under ``keys``, as many at most, and the others.  The first is
+        empty where there are none, or something else than a map.
+    """
+    reader = msgpack.Unpacker(max_buffer_size=max(len(body), 1))
+    reader.feed(body)
+    try:
+        total, found = reader.read_map_header(), 0
+        start = end = reader.tell()
+        while found < min(total, len(keys)) and body.startswith(keys, end):
+            reader.skip()
+            reader.skip()
+            found, end = found + 1, reader.tell()
+    except Exception:  # whatever msgpack raises; decoding the whole will say what is wrong
+        return _map_header(0), body
+    return _map_header(found) + body[start:end], _map_header(total - found) + body[end:]
+
+
+def _map_header(entries: int) -> bytes:
+    header: bytes = msgpack.Packer().pack_map_header(entries)
+    return header
+
+
+def unpack(body: bytes, most_nodes: int = MAX_NODES) -> Any:
     """Decode msgpack that nobody vouches for, in memory bounded by its length.
 
     A first pass without any allocation makes sure that every announced item is there, so a
@@ -147,7 +189,7 @@ def unpack(body: bytes) -> Any:
     def count(items: list[Any], entries: int = 0) -> list[Any]:
         nonlocal nodes
         nodes += 1 + entries
-        if nodes > MAX_NODES:
+        if nodes > most_nodes:
             raise ManifestError(f"the manifest has more than {MAX_NODES} arrays, maps and entries of maps")
         return items
 

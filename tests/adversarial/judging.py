@@ -13,12 +13,14 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from tensorferry import layout
+from tensorferry import manifest as manifests
 from tensorferry.backends.ucx import UcxReader
 from tensorferry.backends.ucx_offers import MappedKey, RdmaKey
 from tensorferry.errors import ConnectError, ManifestError, ProtocolError, TensorferryError, UsageError
 from tensorferry.manifest import Manifest, decode_manifest, encode_manifest
 from tensorferry.orders import Order, Piece
 from tensorferry.payload import unflatten
+from tensorferry.standing import StandingParts
 
 CPU_SECONDS = 1.0
 MEMORY_NBYTES = 128 << 20
@@ -58,6 +60,7 @@ class Judge:
 
     def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
+        self._known = StandingParts()
         self._reader = UcxReader(4096, device=_CPU, access="auto", options={})
         generator = torch.Generator().manual_seed(1)
         self._slot = torch.randint(0, 256, (_LANDING_NBYTES,), dtype=torch.uint8, generator=generator)
@@ -94,8 +97,10 @@ class Judge:
                 manifest, outcome = self._used(data, key)
             finally:
                 seconds, nbytes = time.process_time() - start, _peak_nbytes() - before
-            if manifest is not None and len(data) < _EXAMINED_NBYTES:
-                self._examine(manifest, key)
+            if len(data) < _EXAMINED_NBYTES:
+                if manifest is not None:
+                    self._examine(manifest, key)
+                self._compare(data, key, manifest)
         except Finding as found:
             outcome, finding = "finding", str(found)
         except Exception as error:
@@ -131,6 +136,21 @@ class Judge:
         self._parts(manifest)
         again = encode_manifest(manifest, key)
         _check(encode_manifest(decode_manifest(again, key), key) == again, "it is not the same when sent on")
+
+    def _compare(self, data: bytes, key: bytes | None, manifest: Manifest | None) -> None:
+        """Decode it as a consumer does that has met many others, and perhaps its like."""
+
+        def decode() -> Manifest:
+            return manifests.decode_manifest(data, key, known=self._known)
+
+        for _ in range(2):
+            if manifest is None:
+                _refused(decode, ProtocolError)
+            else:
+                # NaNs in metadata are not equal to themselves; their bytes are.
+                _check(
+                    encode_manifest(decode()) == encode_manifest(manifest), "it reads otherwise after others"
+                )
 
     def _order(self, manifest: Manifest, names: Sequence[str] | None) -> None:
         order = Order.of(manifest, names)

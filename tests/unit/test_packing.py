@@ -13,8 +13,9 @@ from tensorferry import columns, layout, packing
 from tensorferry.backends.base import PeerOffer, SlotTicket
 from tensorferry.dtypes import SUPPORTED_DTYPES, dtype_to_str
 from tensorferry.layout import ALIGNMENT, MAX_GAP_NBYTES, Region
-from tensorferry.manifest import Manifest, TensorSpec, TensorTable
+from tensorferry.manifest import Manifest
 from tensorferry.orders import Order, Piece
+from tensorferry.tensor_table import TensorSpec, TensorTable
 
 CPU = torch.device("cpu")
 
