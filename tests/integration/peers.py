@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,9 +43,11 @@ class RemoteError(Exception):
 class Peer:
     """A process with a ``SimpleNamespace`` in which functions keep what shall live on."""
 
+    context: BaseContext = _CONTEXT
+
     def __init__(self, **environment: str) -> None:
-        self._connection, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(theirs, environment), daemon=True)
+        self._connection, theirs = self.context.Pipe()
+        self._process = self.context.Process(target=_serve, args=(theirs, environment), daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()
 
