@@ -54,6 +54,14 @@ LAYERS = (
     ("producer", "consumer"),
     ("",),
     (
+        "testing",
+        "testing.contract",
+        "testing.host",
+        "testing.read_contract",
+        "testing.reading",
+        "testing.user_contract",
+    ),
+    (
         "cli.bench",
         "cli.bench_agent",
         "cli.bench_environment",

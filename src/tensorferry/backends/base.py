@@ -5,12 +5,27 @@ A backend has two faces.  The producer's is an :class:`ExportedPool`: memory tha
 read slot by slot while the slot is admitted.  The consumer's is a :class:`Reader`: landing
 memory and :class:`Connection` objects, one per producer and access mode.
 
-Threads: every method may be called from any thread.  Blocking methods release the GIL.  A
+Threads: every method may be called from any thread, except that one thread at a time may be in
+:meth:`ExportedPool.notices` and one in :meth:`Reader.poll`.  Blocking methods release the GIL.  A
 method that returns :data:`tensorferry.steps.Steps` is a generator, which says what it is about
-to wait for.
-Ownership: the pool tensors are views of memory that the backend object owns; they must not
-be used after :meth:`close`.  Errors: every method raises only classes of
-:mod:`tensorferry.errors`; native errors are mapped once, inside the backend.
+to wait for.  A backend's own threads call nothing of the user's: callbacks run inside ``poll``.
+
+Ownership: whoever makes a pool or a reader closes it, and does not just drop it.  Pool tensors are
+views of memory that the backend object owns; they must not be used after ``close``.  A reader owns
+its connections and keeps them while they are whole; a connection or a :class:`Read` that is
+still referred to afterwards is dead but safe to call.
+
+Order of death: a pool withdraws everything, lets reads that are running end in the time it is given,
+drops its connections, and frees memory last.  A reader makes no new connection, ends its reads, drops
+connections, and frees memory last, once nothing can write to it any more.  Neither waits longer than it
+is told, whatever a peer does.
+
+After ``fork()`` the child may call ``close`` only, which does nothing there; the layer above sees to it.
+
+Errors: every method raises only classes of :mod:`tensorferry.errors`; native errors are mapped
+once, inside the backend.  An error that is about a peer has the scope ``"peer"``.
+
+What of this can be tested, :mod:`tensorferry.testing` tests.
 """
 
 from __future__ import annotations
@@ -127,6 +142,9 @@ class ExportedPool(ABC):
     def admit(self, offset: int, nbytes: int, *, lease: float) -> SlotTicket:
         """Let peers read ``nbytes`` at ``offset`` for at most ``lease`` seconds from now.
 
+        The caller withdraws the slot when the lease ends, on which one-sided access relies; a producer
+        that is asked for each read (``served``) refuses by its own clock as well.
+
         Raises:
             PoolExhaustedError: The slot table is full; nothing was admitted.
             ClosedError: The pool is closed.
@@ -163,7 +181,8 @@ class ExportedPool(ABC):
     def close(self, timeout: float) -> None:
         """Stop serving, let running reads end for ``timeout`` seconds, free the pool.
 
-        Idempotent.  After it no peer can read the pool, and mapped peers find it closed.
+        Idempotent.  After it no peer can read the pool, and mapped peers find it closed; ``admit``
+        raises :class:`ClosedError`, and all other methods return at once.
         """
 
 
@@ -187,7 +206,11 @@ class ConnectionGivenUpError(PeerLostError):
 
 
 class Read(ABC):
-    """A batch of reads that was posted as one."""
+    """A batch of reads that was posted as one.
+
+    Whoever gives it up keeps its destination untouched until it is settled; to drop the object
+    changes nothing about that.
+    """
 
     @abstractmethod
     def wait(self, timeout: float) -> None:
@@ -210,6 +233,7 @@ class Read(ABC):
     def watch(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called by :meth:`Reader.poll` once :meth:`wait` would not wait any more.
 
+        It is called once, also if the read has ended before, and for a read that fails or is cancelled.
         A second callback takes the place of the first.
         """
 
@@ -220,7 +244,7 @@ class Read(ABC):
     @property
     @abstractmethod
     def settled(self) -> bool:
-        """True once nothing will write to the destination any more."""
+        """True once nothing will write to the destination any more; soon after a read that ended well."""
 
 
 class Connection(ABC):
@@ -361,4 +385,8 @@ class Reader(ABC):
 
     @abstractmethod
     def close(self, timeout: float) -> None:
-        """Cancel running reads, close connections, free the landing pool.  Idempotent."""
+        """Cancel running reads, close connections, free the landing pool.  Idempotent.
+
+        Whoever waits for a read gets an error; all reads are settled when it returns.  After it
+        ``connect`` raises :class:`ClosedError`, and reading on a connection :class:`PeerLostError`.
+        """

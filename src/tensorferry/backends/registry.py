@@ -2,13 +2,14 @@
 """The backends by name; each is imported when it is first asked for.
 
 A backend is a module with the functions ``export_pool`` and ``open_reader``, whose signatures
-are those of the functions below without ``backend``.
+are those of the functions below without ``backend``.  Packages may bring one: its name and module are an
+entry point of the group ``tensorferry.backends``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from tensorferry.errors import BackendUnavailableError, UsageError
 
 MODULES = {"ucx": "tensorferry.backends.ucx"}
 """Module of each backend by its name."""
+
+GROUP = "tensorferry.backends"
 
 _PLANNED = ("nixl",)
 
@@ -74,7 +77,7 @@ def open_reader(
 
 
 def _module(backend: str) -> Any:
-    name = MODULES.get(backend) if isinstance(backend, str) else None
+    name = _find(backend) if isinstance(backend, str) else None
     if name is None and backend in _PLANNED:
         raise BackendUnavailableError(
             f"the backend {backend!r} is not part of this version of tensorferry; use {', '.join(MODULES)}"
@@ -85,3 +88,10 @@ def _module(backend: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise BackendUnavailableError(f"the backend {backend!r} cannot be loaded: {error}") from error
+
+
+def _find(backend: str) -> str | None:
+    installed = MODULES.get(backend)
+    if installed is not None:
+        return installed
+    return next((one.value for one in metadata.entry_points(group=GROUP, name=backend)), None)
