@@ -143,14 +143,12 @@ class Judge:
         def decode() -> Manifest:
             return manifests.decode_manifest(data, key, known=self._known)
 
+        if manifest is None:
+            _refused(decode, ProtocolError)
+            return
+        encoded = encode_manifest(manifest)  # NaNs in metadata are not equal to themselves; their bytes are
         for _ in range(2):
-            if manifest is None:
-                _refused(decode, ProtocolError)
-            else:
-                # NaNs in metadata are not equal to themselves; their bytes are.
-                _check(
-                    encode_manifest(decode()) == encode_manifest(manifest), "it reads otherwise after others"
-                )
+            _check(encode_manifest(decode()) == encoded, "it reads otherwise after others")
 
     def _order(self, manifest: Manifest, names: Sequence[str] | None) -> None:
         order = Order.of(manifest, names)

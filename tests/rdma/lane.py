@@ -34,7 +34,7 @@ _RUN, _SIGNAL, _KILL = b"r", b"s", b"k"
 
 def _obstacle() -> str:
     if not rdma_devices():
-        return f"no RDMA device here ({DEVICES} is empty); scripts/rdma_tests makes some"
+        return f"no RDMA device here ({DEVICES} is empty); scripts/rdma_vm.sh makes some"
     library = system_library()
     if library is None or not has_verbs(library):
         return "the system has no UCX with verbs (Debian: libucx0)"
