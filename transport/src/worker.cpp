@@ -217,7 +217,9 @@ void Worker::sleep() {
     const std::lock_guard<std::mutex> guard(mutex_);
     idle = commands_.empty();
   }
-  if (idle && library().ucp_worker_arm(handle_) == UCS_OK) {
+  // Arming tells some RDMA devices, Soft-RoCE for one, to signal only what completes from then on.  So what completed
+  // just before is looked for once more.
+  if (idle && library().ucp_worker_arm(handle_) == UCS_OK && library().ucp_worker_progress(handle_) == 0) {
     pollfd events[2] = {{event_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
     // Who is being served may have to be cut off, with no event to say so.  And a peer that connects without
     // UCX's error handling and leaves makes UCX 1.22 forget to signal connections that come later.
