@@ -192,7 +192,7 @@ cable() {
     for setting in accept_local=1 rp_filter=0 arp_ignore=1 arp_announce=2; do
       echo "${setting#*=}" >"/proc/sys/net/ipv4/conf/veth$i/${setting%=*}"
     done
-    ip rule add pref 10 iif "veth$i" lookup local
+    ip rule add pref 10 dev "veth$i" lookup local
     ip rule add pref $((20 + i)) oif "veth$i" lookup $((20 + i))
   done
   echo 0 >/proc/sys/net/ipv4/conf/all/rp_filter
