@@ -41,9 +41,9 @@ class Producer:
         device: Where the pool is: ``"cpu"``, or a CUDA device.
         min_block_size: Smallest piece of the pool in bytes, a power of two of at least 64;
             slots are rounded up to multiples of it.
-        backend: Name of the library that moves the bytes.
-        backend_options: Its settings; for ``"ucx"``, UCX settings without ``UCX_``, for example
-            ``{"TLS": "tcp", "NET_DEVICES": "lo"}``.
+        backend: Name of the library that moves the bytes, ``"ucx"`` or ``"nixl"``; the same on both sides.
+        backend_options: Its settings; UCX settings without ``UCX_``, for example
+            ``{"TLS": "tcp", "NET_DEVICES": "lo"}``.  ``docs/backends.md`` has those of ``"nixl"``.
         access: How consumers may read: ``"served"``, ``"rdma"``, ``"mapped"``, or ``"auto"`` for
             all that suit.
         lease: Seconds for which a publication is kept for its consumers by default.

@@ -48,8 +48,24 @@ LAYERS = (
         "device_copy",
     ),
     ("buffer", "ownership", "room", "landing", "orders", "dispatcher", "request", "routes"),
-    ("backends.ucx_library", "backends.ucx_native", "backends.ucx_offers"),
-    ("backends.ucx_connection", "backends.ucx_pool", "backends.ucx", "backends.registry"),
+    (
+        "backends.nixl_agent",
+        "backends.nixl_memory",
+        "backends.nixl_options",
+        "backends.nixl_slots",
+        "backends.ucx_library",
+        "backends.ucx_native",
+        "backends.ucx_offers",
+    ),
+    (
+        "backends.nixl",
+        "backends.nixl_connection",
+        "backends.nixl_pool",
+        "backends.registry",
+        "backends.ucx",
+        "backends.ucx_connection",
+        "backends.ucx_pool",
+    ),
     ("publications", "publishing", "receiving", "reservation"),
     ("producer", "consumer"),
     ("",),
@@ -167,7 +183,7 @@ def test_only_the_ucx_backend_imports_what_wraps_ucx():
 
 
 def test_only_its_backend_and_the_benchmark_import_nixl():
-    assert users_of("nixl") | users_of("nixl_cu12") <= {"backends.nixl", "cli.bench_peers.nixl"}
+    assert users_of("nixl") | users_of("nixl_cu12") == {"backends.nixl_agent", "cli.bench_peers.nixl"}
 
 
 @pytest.mark.parametrize("library", ["pickle", "marshal", "shelve", "dill", "cloudpickle"])

@@ -17,12 +17,10 @@ import torch
 from tensorferry.backends.base import ExportedPool, Reader
 from tensorferry.errors import BackendUnavailableError, UsageError
 
-MODULES = {"ucx": "tensorferry.backends.ucx"}
+MODULES = {"ucx": "tensorferry.backends.ucx", "nixl": "tensorferry.backends.nixl"}
 """Module of each backend by its name."""
 
 GROUP = "tensorferry.backends"
-
-_PLANNED = ("nixl",)
 
 
 def export_pool(
@@ -78,10 +76,6 @@ def open_reader(
 
 def _module(backend: str) -> Any:
     name = _find(backend) if isinstance(backend, str) else None
-    if name is None and backend in _PLANNED:
-        raise BackendUnavailableError(
-            f"the backend {backend!r} is not part of this version of tensorferry; use {', '.join(MODULES)}"
-        )
     if name is None:
         raise UsageError(f"there is no backend {backend!r}; there are {', '.join(map(repr, MODULES))}")
     try:

@@ -251,6 +251,12 @@ class BackendContract(UserContract):
             connection.notify("release", ticket, one, MAC)
         assert sorted(notice.consumer for notice in exported.notices(100)) == consumers
 
+    def test_a_notice_arrives_though_its_reader_closes(self, exported: Exported) -> None:
+        ticket, reader = exported.admit(0, 64, seed=1), self.backend.open_reader(4 * KIB)
+        connect(reader, exported).notify("release", ticket, CONSUMER, MAC)
+        reader.close(1.0)
+        assert [notice.consumer for notice in exported.notices(1)] == [CONSUMER]
+
     def test_a_notice_without_the_token_is_dropped(self, exported: Exported, reader: Reader) -> None:
         ticket, connection = exported.admit(0, 64, seed=1), connect(reader, exported)
         connection.notify("release", replace(ticket, token=bytes(16)), CONSUMER, MAC)
