@@ -93,15 +93,19 @@ class Producer:
                 slots=slots,
             )
         self._lifetime = Lifetime(what)
-        self._publisher = Publisher(
-            pool,
-            room,
-            self._lifetime,
-            lease=self._lease,
-            key=secret,
-            checksum=checksum,
-            name=self._name,
-        )
+        try:
+            self._publisher = Publisher(
+                pool,
+                room,
+                self._lifetime,
+                lease=self._lease,
+                key=secret,
+                checksum=checksum,
+                name=self._name,
+            )
+        except BaseException:  # a thread that the system does not start, for one
+            pool.close(0.0)
+            raise
         self._pool_nbytes = nbytes
         self._closer = Closer(self, self._lifetime, self._publisher.close)
 

@@ -102,6 +102,16 @@ def test_wrong_arguments_are_named(make_producer, options, message):
     assert not fake_backend.POOLS
 
 
+def test_a_pool_is_closed_if_its_thread_cannot_be_started(make_producer, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        make_producer()
+    assert fake_backend.POOLS[-1].closed
+
+
 def test_backends_go_by_name():
     with pytest.raises(UsageError, match="there is no backend 'udp'; there are 'ucx', 'nixl'"):
         Producer("1MiB", backend="udp")
