@@ -94,7 +94,7 @@ class BackendContract(UserContract):
         try:
             yield
         except (HostGoneError, errors.TransferError):
-            if self.producer_survives or host.alive:
+            if self.producer_survives or not host.ends(2.0):
                 raise
 
     # Bytes

@@ -120,9 +120,13 @@ class Host:
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives; one that is dying is given a moment."""
-        self._process.join(0.0 if self._channel.closed else 0.05)
+        """Whether the process lives."""
         return self._process.is_alive()
+
+    def ends(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the end of a process that may be dying; tell whether it came."""
+        self._process.join(timeout)
+        return not self.alive
 
     def __enter__(self) -> Host:
         """Return it."""
