@@ -183,7 +183,12 @@ def netdev_of(device: str) -> str:
     return (DEVICES / device / "parent").read_text().strip()
 
 
-def set_link(namespace: SimpleNamespace, device: str, state: str) -> None:
-    """Take the network device under an RDMA device "down" or "up"."""
-    netdev = netdev_of(device)
-    subprocess.run(["ip", "link", "set", netdev, state], check=True)
+def set_link(device: str, state: str) -> None:
+    """Take the network device under an RDMA device of this machine "down" or "up"."""
+    subprocess.run(["ip", "link", "set", netdev_of(device), state], check=True)
+
+
+def lose(device: str, percent: float) -> None:
+    """Have what leaves a device of this machine be lost on its way, as a switch would lose it."""
+    command = ["tc", "qdisc", "replace", "dev", netdev_of(device), "root", "netem", "loss", f"{percent}%"]
+    subprocess.run(command, check=True)

@@ -237,6 +237,7 @@ def test_a_publication_for_several_consumers_waits_for_all(wire):
         assert wire.producer.call(peers.wait_released, "all", 10)
 
 
+@pytest.mark.slow
 def test_eight_consumers_at_once(wire):
     """Each with endpoints, queue pairs and a registration of its own."""
     wire.producer.call(lane.open_producer, wire.near, "64MiB")
