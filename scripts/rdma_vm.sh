@@ -11,7 +11,7 @@
 #
 #   --limit SECONDS   ends the machines after this time (600)
 #   --memory SIZE     of each machine (2G)
-#   --cpus N          of each machine (2)
+#   --cpus N          of each machine (1; with more the emulated kernel may crash while it starts)
 #   --out DIR         is writable in the machines, as /out, and keeps what is written there
 #   --beside LINE     two: a shell line that machine 2 runs instead of COMMAND
 #   --verbose         shows the kernels' messages too
@@ -26,7 +26,7 @@
 # 125 if a machine ended without a status; 77 if what it needs cannot be installed here.
 set -euo pipefail
 
-limit=600 memory=2G cpus=2 out="" beside="" verbose=""
+limit=600 memory=2G cpus=1 out="" beside="" verbose=""
 usage() { sed -n '/^# Runs/,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; }
 fail() { printf 'rdma_vm.sh: %s\n' "$2" >&2; exit "$1"; }
 while [[ ${1:-} == -* ]]; do
@@ -210,6 +210,7 @@ case $mode in
 esac
 echo "rdma-vm: $(cut -d' ' -f1 /proc/uptime) s: $(rdma link show | tr '\n' ' ')"
 
+touch /job/ready
 for port in /sys/class/virtio-ports/*; do
   [[ $(<"$port/name") != said ]] || said=/dev/${port##*/}
 done
@@ -311,21 +312,34 @@ judge() {
   fi
 }
 
-machine 1 "$line"
-machines=($!)
-if [[ $mode == two ]]; then
-  machine 2 "${beside:-$line}"
-  machines+=($!)
-fi
-while true; do
-  ended=0
-  wait -n -p who "${machines[@]}" || ended=$?
-  if [[ $who == "${machines[0]}" ]]; then
-    judge 1 "$ended"
-    break
+# Runs the machine or both; sets $status.
+attempt() {
+  local ended who
+  machine 1 "$line"
+  machines=($!)
+  if [[ $mode == two ]]; then
+    machine 2 "${beside:-$line}"
+    machines+=($!)
   fi
-  judge 2 "$ended"
-  [[ $status -eq 0 ]] || break
-  machines=("${machines[0]}")
+  while true; do
+    ended=0
+    wait -n -p who "${machines[@]}" || ended=$?
+    if [[ $who == "${machines[0]}" ]]; then
+      judge 1 "$ended"
+      return
+    fi
+    judge 2 "$ended"
+    [[ $status -eq 0 ]] || return 0
+    machines=("${machines[0]}")
+  done
+}
+
+for try in 1 2 3; do
+  attempt
+  # An emulated kernel may crash while it starts, and has done nothing then.
+  [[ $status -eq 125 && ! -e $job/1/ready && $try -lt 3 ]] || break
+  echo "rdma_vm.sh: once more" >&2
+  cleanup
+  mkdir -p "$job" "$out"
 done
 exit "$status"

@@ -87,7 +87,7 @@ def test_the_device_carries_the_bytes_and_tcp_does_not(shared):
 
 
 def test_a_payload_of_many_parts_arrives(shared):
-    shared.send("large", payloads.of_size, 80 * MIB + 1)
+    shared.send("large", payloads.of_size, 40 * MIB + 1)
 
 
 def test_thousands_of_small_tensors_arrive(shared):
