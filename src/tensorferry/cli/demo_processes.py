@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ def run_pipeline(common: Sequence[str], prompts: Path | None, out: Path, on_even
     Raises:
         StageError: One of them failed, or none did anything for five minutes.
 
-    However it ends, none of the processes is left.
+    However it ends, none of the processes is left. To be called on the main thread, since it holds signals.
     """
     stages: list[StageProcess] = []
     heard = [time.monotonic()]
@@ -113,7 +115,8 @@ def run_pipeline(common: Sequence[str], prompts: Path | None, out: Path, on_even
         on_event(event)
 
     def start(name: str, *options: str) -> StageProcess:
-        stages.append(StageProcess(name, [*common, *options], hear))
+        with _signals_held():
+            stages.append(StageProcess(name, [*common, *options], hear))
         return stages[-1]
 
     try:
@@ -130,6 +133,24 @@ def run_pipeline(common: Sequence[str], prompts: Path | None, out: Path, on_even
         _raise_failure(stages)
     finally:
         _end(stages)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Put off SIGINT and SIGTERM until the end of the block, so that no process is made that nobody knows.
+
+    They are held by handlers, not by a mask or by ignoring them, since a new process would inherit these.
+    """
+    held: list[int] = []
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, lambda number, frame: held.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def _raise_failure(stages: Sequence[StageProcess]) -> None:
