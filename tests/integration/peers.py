@@ -22,6 +22,8 @@ from multiprocessing.context import BaseContext
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
+
 LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -74,7 +76,12 @@ class Peer:
         return self.result()
 
     def signal(self, number: int) -> None:
+        """Send a signal; after SIGSTOP no thread of the process runs any more."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            process = psutil.Process(self.pid)
+            while process.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
 
     def kill(self) -> None:
         """End the process without giving it a chance to say goodbye."""
