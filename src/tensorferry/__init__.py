@@ -35,7 +35,7 @@ from tensorferry.errors import (
     VersionError,
 )
 from tensorferry.manifest import Manifest, read_manifest
-from tensorferry.metrics import ConsumerStatistics, ProducerStatistics
+from tensorferry.metrics import ConsumerStatistics, PeerStatistics, ProducerStatistics
 from tensorferry.producer import Producer
 from tensorferry.request import Request
 from tensorferry.reservation import Reservation
@@ -63,6 +63,7 @@ __all__ = [
     "ManifestError",
     "PayloadTooLargeError",
     "PeerLostError",
+    "PeerStatistics",
     "PoolExhaustedError",
     "PoolTimeoutError",
     "Producer",

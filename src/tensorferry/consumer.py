@@ -322,6 +322,7 @@ class Consumer:
             landing_seconds=seconds.get("landing", 0.0),
             integrity_failures=counts["integrity_failures"],
             reconnects=counts["reconnects"],
+            peers=self._receiver.peers(),
         )
 
     def close(self, timeout: float = 5) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import AbstractContextManager
+
+from tensorferry.metrics import PeerStatistics
+
+_MOST_PEERS = 1024
 
 
 class Counts:
@@ -43,6 +47,30 @@ class Counts:
         """Return copies of the counters, and of the seconds."""
         with self._lock:
             return self._counts.copy(), self._seconds.copy()
+
+
+class PeerCounts:
+    """What came from which producer, and how."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[tuple[bytes, str], tuple[tuple[str, ...], int, int]] = OrderedDict()
+
+    def add(self, uid: bytes, access: str, transports: tuple[str, ...], nbytes: int) -> None:
+        """Count a pull."""
+        key = uid, access
+        with self._lock:
+            _, pulls, before = self._peers.get(key, ((), 0, 0))
+            self._peers[key] = transports, pulls + 1, before + nbytes
+            self._peers.move_to_end(key)
+            if len(self._peers) > _MOST_PEERS:
+                self._peers.popitem(last=False)
+
+    def figures(self) -> tuple[PeerStatistics, ...]:
+        """Return all that are kept, the latest last."""
+        with self._lock:
+            kept = list(self._peers.items())
+        return tuple(PeerStatistics(uid.hex(), access, *counts) for (uid, access), counts in kept)
 
 
 class _Failing(AbstractContextManager[None]):

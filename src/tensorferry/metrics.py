@@ -55,6 +55,26 @@ class ProducerStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStatistics:
+    """What a consumer had from one producer in one way.
+
+    Attributes:
+        uid: Of the producer, in hexadecimal digits.
+        access: How it was read: ``"mapped"``, ``"rdma"`` or ``"served"``.
+        transports: What carried the bytes last, each as ``transport/device``, for example
+            ``"rc_mlx5/mlx5_0:1"`` or ``"tcp/eth0"``; ``"memory"`` for ``mapped``.
+        pulls: Pulls and borrows that brought their tensors.
+        bytes_pulled: Bytes of those tensors.
+    """
+
+    uid: str
+    access: str
+    transports: tuple[str, ...]
+    pulls: int
+    bytes_pulled: int
+
+
+@dataclass(frozen=True, slots=True)
 class ConsumerStatistics:
     """A snapshot of a :class:`tensorferry.Consumer`.
 
@@ -74,6 +94,7 @@ class ConsumerStatistics:
         landing_seconds: Seconds of copying from the landing pool into the results.
         integrity_failures: Tensors whose checksum did not match.
         reconnects: Connections that were found broken and made anew within a pull.
+        peers: The producers that were pulled from, the latest last; only the last 1024 are kept.
     """
 
     pool_nbytes: int
@@ -88,3 +109,4 @@ class ConsumerStatistics:
     landing_seconds: float
     integrity_failures: int
     reconnects: int
+    peers: tuple[PeerStatistics, ...]

@@ -17,7 +17,7 @@ import torch
 from tensorferry import layout, packing, steps, wire
 from tensorferry.arguments import Deadline
 from tensorferry.backends.base import Access, Connection, Read, Reader, Releaser
-from tensorferry.counting import Counts
+from tensorferry.counting import Counts, PeerCounts
 from tensorferry.dispatcher import Dispatcher
 from tensorferry.errors import (
     ClosedError,
@@ -26,6 +26,7 @@ from tensorferry.errors import (
     TransferError,
 )
 from tensorferry.landing import Landing
+from tensorferry.metrics import PeerStatistics
 from tensorferry.orders import Order, Piece
 from tensorferry.ownership import Lifetime
 from tensorferry.payload import unflatten
@@ -80,6 +81,7 @@ class Receiver:
         self._consumer = secrets.token_bytes(16)
         self._routes = Routes(reader, access, lifetime)
         self._counts = Counts()
+        self._peers = PeerCounts()
         self.counting_failures = self._counts.failing("failed_pulls")
         """Counts each block that raises as a failed pull."""
 
@@ -177,6 +179,10 @@ class Receiver:
         counts["reconnects"] = self._routes.reconnects
         return counts, seconds
 
+    def peers(self) -> tuple[PeerStatistics, ...]:
+        """Return what came from whom."""
+        return self._peers.figures()
+
     def close(self, timeout: float) -> None:
         """Cancel running reads, wake everyone who waits, and close the reader."""
         self._lifetime.close()
@@ -201,6 +207,7 @@ class Receiver:
     def _counted(self, order: Order, attempt: Steps[tuple[Connection, _T]]) -> Steps[_T]:
         connection, result = yield from attempt
         self._counts.add(pulls=1, bytes_pulled=order.nbytes, **{connection.access: 1})
+        self._peers.add(order.manifest.peer.uid, connection.access, connection.transports, order.nbytes)
         return result
 
     def _mapped(self, connection: Connection, order: Order) -> tuple[Order, list[Piece]]:

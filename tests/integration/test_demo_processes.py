@@ -76,7 +76,7 @@ def test_auto_on_one_host(reference: Path):
     [("served", []), ("rdma", ["--tls", "tcp"])],
     ids=["served", "rdma-tcp"],
 )
-def test_every_other_access_mode(access: str, more: list[str], prompts: Path, reference: Path, tmp_path: Path):
+def test_other_access_modes(access: str, more: list[str], prompts: Path, reference: Path, tmp_path: Path):
     said = run(prompts, tmp_path, access, access, *more)
     assert same_pictures(tmp_path, reference)
     if access == "rdma":

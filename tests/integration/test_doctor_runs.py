@@ -102,7 +102,7 @@ def test_two_doctors_pull_from_each_other():
             listening.kill()
     assert (done.returncode, listening.returncode) == (0, 0), done.stderr
     (finding,) = json.loads(done.stdout)
-    assert re.search(r"64 MiB at [\d.]+ GB/s by mapped$", finding["text"])
+    assert re.search(r"64 MiB at [\d.]+ GB/s by mapped over memory$", finding["text"])
     assert json.loads(said) == [finding]
 
 

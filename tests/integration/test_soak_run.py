@@ -38,6 +38,8 @@ def test_eight_seconds_under_every_fault_break_no_promise(tmp_path):
 )
 def test_what_goes_wrong_is_found(tmp_path, inject, failure):
     arguments = ["--seconds", "3", "--faults", "", "--inject", inject, "--producers", "1", "--consumers", "1"]
+    if inject == "late":
+        arguments += ["--slack", "5"]  # how late it has to be
     status, figures, log = soak(tmp_path, *arguments)
     assert status == 1, log
     assert figures[failure] > 0

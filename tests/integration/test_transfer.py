@@ -67,6 +67,51 @@ def several_large():
     }
 
 
+@pytest.mark.parametrize(
+    ("access", "transports"), [("served", ("tcp/lo",)), ("rdma", ("tcp/lo",)), ("mapped", ("memory",))]
+)
+def test_statistics_say_what_carried_the_bytes_of_each_peer(two, access, transports):
+    producer, consumer = two
+    producer.call(peers.open_producer, "16MiB", access=access)
+    consumer.call(peers.open_consumer, "16MiB", access=access)
+    for turn in range(2):
+        manifest = producer.call(peers.publish, f"a{turn}", payloads.of_size, MIB)
+        assert consumer.call(peers.pull_and_compare, manifest, payloads.of_size, MIB) == ""
+    (of_peer,) = consumer.call(peers.statistics, "consumer")["peers"]
+    assert of_peer == {
+        "uid": read_manifest(manifest).peer.uid.hex(),
+        "access": access,
+        "transports": transports,
+        "pulls": 2,
+        "bytes_pulled": 2 * MIB,
+    }
+    peers.close_both(two)
+
+
+def test_reading_remotely_over_tcp_because_there_is_nothing_else_is_not_passed_over_in_silence(two):
+    producer, consumer = two
+    producer.call(peers.open_producer, "16MiB", access="rdma")
+    consumer.call(peers.open_consumer, "16MiB", access="auto")
+    manifest = producer.call(peers.publish, "a", payloads.of_size, KIB)
+    (said,) = consumer.call(pull_and_hear, manifest)
+    assert "is read by 'rdma' over tcp/lo, not over RDMA: UCX reaches the peer by no other transport" in said
+    peers.close_both(two)
+
+
+def pull_and_hear(namespace, manifest):
+    """Pull twice; return the warnings."""
+    import logging
+
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("tensorferry").addHandler(handler)
+    for _ in range(2):
+        namespace.consumer.pull(manifest, release=False)
+    logging.getLogger("tensorferry").removeHandler(handler)
+    return said
+
+
 def test_empty_payloads_are_released(route):
     """meta-pytorch/monarch#1133: a size of 0 hung."""
     for build in (dict, no_elements):

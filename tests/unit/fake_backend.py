@@ -185,6 +185,10 @@ class FakeConnection(Connection):
         return self._access
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        return ("nothing",)
+
+    @property
     def broken(self) -> bool:
         return self.is_broken
 

@@ -107,6 +107,13 @@ bool wait(tf::Read& read, double timeout) {
   }
 }
 
+// Its thread ends in here, and takes the GIL to let go of what Python gave it.
+void destroy_worker(tf::Worker* worker) {
+  std::optional<nb::gil_scoped_release> release;
+  if (PyGILState_Check()) release.emplace();
+  delete worker;
+}
+
 // Reads take who releases the slot as a consumer and a MAC, or none.
 using ReleaserTuple = std::optional<std::pair<nb::bytes, nb::bytes>>;
 
@@ -294,6 +301,7 @@ NB_MODULE(_transport, m) {
             return std::const_pointer_cast<tf::RemoteKey>(self.unpack(packed, address, nbytes));
           },
           "key"_a, "address"_a, "nbytes"_a)
+      .def("transports", &tf::Endpoint::transports, ReleaseGil())
       .def("release", notify(tf::NotificationKind::kRelease), "index"_a, "generation"_a, "token"_a, "consumer"_a,
            "mac"_a)
       .def("reject", notify(tf::NotificationKind::kReject), "index"_a, "generation"_a, "token"_a, "consumer"_a, "mac"_a)
@@ -302,7 +310,10 @@ NB_MODULE(_transport, m) {
           ReleaseGil());
 
   nb::class_<tf::Worker>(m, "Worker", "A UCP worker and the one thread that touches it.")
-      .def_static("create", &tf::Worker::create, "context"_a, ReleaseGil())
+      .def_static(
+          "create",
+          [](std::shared_ptr<tf::Context> context) { return tf::Worker::create(std::move(context), destroy_worker); },
+          "context"_a, ReleaseGil())
       .def_prop_ro("address", [](const tf::Worker& self) { return to_python(self.address()); })
       .def(
           "connect",

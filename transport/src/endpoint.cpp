@@ -3,8 +3,13 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <future>
+#include <regex>
 #include <utility>
 
 #include "tensorferry/transport/worker.hpp"
@@ -29,6 +34,39 @@ std::unique_ptr<NotifyRequest> release_by(const std::optional<Releaser>& release
   if (!releaser) return nullptr;
   return std::make_unique<NotifyRequest>(
       notification(NotificationKind::kRelease, ticket, releaser->consumer, releaser->mac));
+}
+
+std::vector<std::string> lanes(const Library& ucx, ucp_ep_h endpoint) {
+  std::array<ucp_transport_entry_t, 16> entries{};
+  ucp_ep_attr_t attributes{};
+  attributes.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
+  attributes.transports = {entries.data(), entries.size(), sizeof entries.front()};
+  ucx.check(ucx.ucp_ep_query(endpoint, &attributes), "asking for the transports");
+  std::vector<std::string> found;
+  for (unsigned i = 0; i < attributes.transports.num_entries; ++i) {
+    const ucp_transport_entry_t& entry = entries[i];
+    if (entry.transport_name == nullptr || entry.device_name == nullptr) continue;
+    found.push_back(std::string(entry.transport_name) + "/" + entry.device_name);
+  }
+  return found;
+}
+
+// UCX 1.13 tells nobody but who reads what it prints: "#    lane[0]:  2:tcp/lo.0 md[1]  -> ...".
+std::vector<std::string> lanes_printed(const Library& ucx, ucp_ep_h endpoint) {
+  char* text = nullptr;
+  std::size_t length = 0;
+  FILE* stream = open_memstream(&text, &length);
+  if (stream == nullptr) throw Error(kNoMemory, "asking for the transports");
+  ucx.ucp_ep_print_info(endpoint, stream);
+  fclose(stream);
+  const std::string printed(text, length);
+  std::free(text);
+  static const std::regex lane(R"(lane\[\d+\]:\s+\d+:(\S+/\S+?)(\.\d+)?\s)");
+  std::vector<std::string> found;
+  for (auto one = std::sregex_iterator(printed.begin(), printed.end(), lane); one != std::sregex_iterator(); ++one) {
+    found.push_back((*one)[1]);
+  }
+  return found;
 }
 
 }  // namespace
@@ -156,6 +194,18 @@ std::shared_ptr<const RemoteKey> Endpoint::unpack(const Bytes& key, std::uint64_
     connection_->keys.push_back(unpacked);
   });
   return unpacked;
+}
+
+std::vector<std::string> Endpoint::transports() {
+  std::vector<std::string> found;
+  worker_->call([&] {
+    if (connection_->handle == nullptr) throw Error(failure(), "asking for the transports: the peer is lost");
+    const Library& ucx = worker_->library();
+    found = ucx.older_than(14) ? lanes_printed(ucx, connection_->handle) : lanes(ucx, connection_->handle);
+  });
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
 }
 
 void Endpoint::notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer, const Mac& mac) {

@@ -24,8 +24,8 @@ constexpr std::chrono::microseconds kClosingPause{50};
 
 }  // namespace
 
-std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context) {
-  std::shared_ptr<Worker> worker(new Worker(std::move(context)));
+std::shared_ptr<Worker> Worker::create(std::shared_ptr<Context> context, std::function<void(Worker*)> destroy) {
+  std::shared_ptr<Worker> worker(new Worker(std::move(context)), std::move(destroy));
   worker->start();
   return worker;
 }

@@ -257,6 +257,14 @@ class Connection(ABC):
 
     @property
     @abstractmethod
+    def transports(self) -> tuple[str, ...]:
+        """What carries the bytes, each as ``transport/device``, for example ``tcp/eth0``, for people to read.
+
+        ``mapped`` gives ``("memory",)``.
+        """
+
+    @property
+    @abstractmethod
     def broken(self) -> bool:
         """True once the peer is known to be lost; connect again."""
 

@@ -124,6 +124,7 @@ class Agent:
             self._agent: Any = api.nixl_agent(name, config)
             _check_plugin(self._agent, options)
             self._agent.create_backend(options.plugin, options.for_plugin())
+            self.plugin = options.plugin
         except TensorferryError:
             raise
         except Exception as error:

@@ -215,6 +215,10 @@ class NixlConnection(Connection):
         return "rdma"
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        return (f"NIXL/{self._agent.plugin}",)
+
+    @property
     def broken(self) -> bool:
         return self._broken
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -35,6 +36,8 @@ from tensorferry.errors import (
     TransferTimeoutError,
 )
 from tensorferry.steps import Gate, Steps, Wait
+
+logger = logging.getLogger(__name__)
 
 
 class UcxReader(Reader):
@@ -69,14 +72,16 @@ class UcxReader(Reader):
                 f"the manifest is for backend {peer.backend!r}, this consumer runs 'ucx': "
                 "use one backend on both sides"
             )
-        offers = self._choose(peer, access if access != "auto" else self._access)
+        wanted = access if access != "auto" else self._access
+        offers = self._choose(peer, wanted)
         for position, offer in enumerate(offers):
             try:
-                return (yield from self._connect(peer, offer, deadline))
-            except PeerLostError:
+                return (yield from self._connect(peer, offer, deadline, chosen=wanted == "auto"))
+            except PeerLostError as error:
                 # A pool that cannot be mapped (another container, say) may still be reached otherwise.
                 if position == len(offers) - 1:
                     raise
+                logger.warning("%s: trying %r instead", error, offers[position + 1].access)
         raise AssertionError("unreachable: _choose never returns an empty list")
 
     def _choose(self, peer: PeerOffer, access: str) -> list[AccessOffer]:
@@ -101,8 +106,17 @@ class UcxReader(Reader):
             raise ConnectError("this producer offers no access that this version knows", scope="peer")
         return chosen
 
-    def _connect(self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline) -> Steps[Connection]:
-        """Return the cached connection, wait for the call that makes one, or make it."""
+    def _connect(
+        self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline, *, chosen: bool
+    ) -> Steps[Connection]:
+        """Return the cached connection, wait for the call that makes one, or make it, and say how it goes.
+
+        Args:
+            peer: The producer.
+            offer: What to take.
+            deadline: For all of it.
+            chosen: Whether nobody asked for this access, so that a slower one than might be is a surprise.
+        """
         key = (peer.uid, offer.access)
         while True:
             with self._lock:
@@ -119,6 +133,7 @@ class UcxReader(Reader):
                 raise TransferTimeoutError("connecting to the producer took too long", scope="peer")
         try:
             fresh = yield from self._open(peer, offer, deadline)
+            self._report(peer, fresh, chosen=chosen)
             with self._lock:
                 if not self._closed:
                     self._forget_broken()
@@ -130,6 +145,23 @@ class UcxReader(Reader):
             with self._lock:
                 del self._connecting[key]
             mine.open()
+
+    def _report(self, peer: PeerOffer, fresh: Connection, *, chosen: bool) -> None:
+        """Log what carries the bytes, as a warning where RDMA was to be expected and is not used."""
+        reason = ""
+        offered = any(offer.access == "rdma" for offer in peer.offers)
+        if chosen and fresh.access == "served" and self._rdma and not offered:
+            reason = "the producer offers no rdma"
+        elif chosen and fresh.access == "served" and offered and not self._rdma:
+            reason = "this process has no RDMA device, or its TLS leaves them out"
+        elif chosen and fresh.access == "rdma" and all(used.startswith("tcp/") for used in fresh.transports):
+            reason = "UCX reaches the peer by no other transport"
+        how = f"producer {peer.uid.hex()[:8]} is read by {fresh.access!r} over {', '.join(fresh.transports)}"
+        if reason:
+            cure = "compare `tensorferry doctor` on both hosts, or ask for this access if it is meant"
+            logger.warning("%s, not over RDMA: %s; %s", how, reason, cure)
+        else:
+            logger.info("%s", how)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -149,6 +181,8 @@ class UcxReader(Reader):
         try:
             yield from self._greet(UcxRead(endpoint.hello(peer.uid), action, self._reports), deadline)
             keys = self._unpack(endpoint, offer.key) if offer.access == "rdma" else None
+            with native_errors(action):
+                transports = endpoint.transports()
         except (PeerLostError, RemoteAccessError) as error:
             # Whoever answers there, or does not, is not the producer of this manifest.
             raise ConnectError(
@@ -159,7 +193,13 @@ class UcxReader(Reader):
         # Over tcp bytes are copied to where they go; a device would have to register that memory first.
         anywhere = offer.access == "served" and self._device.type == "cpu" and not self._rdma
         return EndpointConnection(
-            offer.access, endpoint, self._reports, region, keys, lands_anywhere=anywhere
+            offer.access,
+            endpoint,
+            self._reports,
+            region,
+            keys,
+            transports=transports,
+            lands_anywhere=anywhere,
         )
 
     def _greet(self, hello: UcxRead, deadline: Deadline) -> Steps[None]:

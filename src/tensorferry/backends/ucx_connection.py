@@ -103,6 +103,7 @@ class EndpointConnection(Connection):
         destination: _transport.MemoryRegion | None,
         keys: tuple[_transport.RemoteKey, _transport.RemoteKey] | None = None,
         *,
+        transports: Sequence[str] = (),
         lands_anywhere: bool = False,
     ) -> None:
         self._access: Access = access
@@ -110,11 +111,16 @@ class EndpointConnection(Connection):
         self._reports = reports
         self._destination = destination
         self._keys = keys
+        self._transports = tuple(transports)
         self._lands_anywhere = lands_anywhere
 
     @property
     def access(self) -> Access:
         return self._access
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return self._transports
 
     @property
     def broken(self) -> bool:
@@ -188,7 +194,7 @@ class MappedConnection(EndpointConnection):
     """``mapped``: bytes are where the producer wrote them; the endpoint carries notifications."""
 
     def __init__(self, endpoint: _transport.Endpoint, reports: Reports, peer: _transport.PeerPool) -> None:
-        super().__init__("mapped", endpoint, reports, None)
+        super().__init__("mapped", endpoint, reports, None, transports=("memory",))
         self._peer = peer
 
     @property

@@ -158,7 +158,10 @@ def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bo
     if device.type == "cuda":
         transports += ",cuda"
     library = load_library()
-    defaults = {**defaults_of(library), "TLS": transports}
+    allowed = options.get("TLS", os.environ.get("UCX_TLS", transports))
+    defaults = {"TLS": transports}
+    if "tcp" in allowed or "all" in allowed or allowed.startswith("^"):  # else UCX warns of these settings
+        defaults |= defaults_of(library)
     try:
         return _transport.Context.create(
             library, defaults=defaults, options=dict(options), remote_memory=rdma
@@ -166,7 +169,6 @@ def create_context(options: Mapping[str, str], device: torch.device, *, rdma: bo
     except _transport.TransportError as error:
         if error.status == _UCS_INVALID_PARAM:
             raise UsageError(f"{error}: see backend_options and UCX_* in the environment") from error
-        allowed = options.get("TLS", os.environ.get("UCX_TLS", transports))
         raise BackendUnavailableError(
             f"UCX {library.version} cannot be used with TLS={allowed}: {error} (status {error.status}); "
             "see backend_options and UCX_* in the environment"

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tensorferry.backends.ucx_library import rdma_devices
 from tensorferry.cli import doctor_host, doctor_trial
 from tensorferry.cli.bench_link import Link
 from tensorferry.cli.doctor_findings import Finding
@@ -113,8 +114,13 @@ def _pull(host: str, port: int) -> list[Finding]:
                 if not torch.equal(got, expected):
                     findings.append(Finding("pair", "fail", "other bytes came than were published"))
                 link.send(b"next")
-            used = [name for name, count in consumer.statistics().pulls_by_access.items() if count]
-        speed = f"64 MiB at {nbytes / min(seconds) / 1e9:.2f} GB/s by {', '.join(used)}"
-        findings.append(Finding("pair", "ok", f"{link.host} pulled from {link.peer}: {speed}"))
+            used = consumer.statistics().peers[-1]
+        how = f"by {used.access} over {', '.join(used.transports)}"
+        said = f"{link.host} pulled from {link.peer}: 64 MiB at {nbytes / min(seconds) / 1e9:.2f} GB/s {how}"
+        if used.access == "served" and rdma_devices():
+            cure = "run `tensorferry doctor` on both hosts"
+            findings.append(Finding("pair", "warn", f"{said}, not over RDMA", cure))
+        else:
+            findings.append(Finding("pair", "ok", said))
         link.tell({"findings": [finding._asdict() for finding in findings]})
     return findings

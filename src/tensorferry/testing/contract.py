@@ -286,6 +286,11 @@ class BackendContract(UserContract):
             assert torch.equal(landed(reader, 4 * KIB), pattern(4 * KIB, seed))
         other.close()
 
+    def test_a_connection_says_what_carries_the_bytes(self, exported: Exported, reader: Reader) -> None:
+        used = connect(reader, exported).transports
+        assert used
+        assert all(isinstance(one, str) and one for one in used)
+
     def test_a_connection_is_kept(self, exported: Exported, reader: Reader) -> None:
         assert connect(reader, exported) is connect(reader, exported)
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tensorferry/transport/notification.hpp"
@@ -58,6 +59,10 @@ class Endpoint {
 
   // Unpacks a key for `nbytes` at `address` in the peer.  Blocks; throws Error.
   std::shared_ptr<const RemoteKey> unpack(const Bytes& key, std::uint64_t address, std::uint64_t nbytes);
+
+  // What UCX has chosen to reach the peer by, each as "transport/device", for example "tcp/eth0"; settled once the peer
+  // has answered.  Blocks; throws Error.
+  std::vector<std::string> transports();
 
   // Queues a notification; it is dropped if the peer is lost.
   void notify(NotificationKind kind, const Ticket& ticket, const Identifier& consumer, const Mac& mac);

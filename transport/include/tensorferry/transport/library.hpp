@@ -30,6 +30,8 @@ namespace tensorferry::transport {
   X(ucp_worker_set_am_recv_handler)  \
   X(ucp_ep_create)                   \
   X(ucp_ep_close_nbx)                \
+  X(ucp_ep_query)                    \
+  X(ucp_ep_print_info)               \
   X(ucp_ep_rkey_unpack)              \
   X(ucp_rkey_destroy)                \
   X(ucp_rkey_pack)                   \

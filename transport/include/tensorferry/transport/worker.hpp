@@ -49,7 +49,10 @@ class Worker : public std::enable_shared_from_this<Worker> {
   using Clock = std::chrono::steady_clock;
   using Command = std::function<void()>;
 
-  static std::shared_ptr<Worker> create(std::shared_ptr<Context> context);
+  // `destroy` deletes the worker when its last owner goes.  That waits for the thread to end, so the caller must not
+  // hold a lock then that the thread may need to let go of a region, a read or a table.
+  static std::shared_ptr<Worker> create(std::shared_ptr<Context> context,
+                                        std::function<void(Worker*)> destroy = std::default_delete<Worker>());
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
