@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tensorferry.backends.ucx_library import system_library, wheel_library
+
 COMMAND = [sys.executable, "-m", "tensorferry.cli", "doctor", "--json"]
 
 pytestmark = pytest.mark.timeout(120)
@@ -77,6 +79,29 @@ def test_a_small_dev_shm():
     (shm,) = about(findings, "/dev/shm")
     assert (shm["level"], shm["text"].split(";")[0]) == ("warn", "4 MiB")
     assert "--shm-size" in shm["cure"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces")
+def test_an_empty_container():
+    status, findings = doctor("unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc")
+    assert status == 1
+    (network,) = about(findings, "network")
+    assert network["level"] == "fail"
+    assert "ip link set lo up" in network["cure"]
+
+
+def test_two_ucx_libraries_at_once():
+    system = system_library()
+    if system is None or wheel_library() is None:
+        pytest.skip("needs the wheel's UCX and the system's")
+    status, findings = doctor(LD_PRELOAD=str(system), TENSORFERRY_UCX="wheel", UCX_NET_DEVICES="lo")
+    assert status == 1  # the wheel's does not work with parts of the other
+    (two,) = [finding for finding in about(findings, "UCX") if finding["level"] == "warn"]
+    assert "another UCX" in two["text"]
+    assert "TENSORFERRY_UCX=/" in two["cure"]
+    cured = re.search(r"TENSORFERRY_UCX=(\S+)", two["cure"])[1]
+    assert doctor(LD_PRELOAD=str(system), TENSORFERRY_UCX=cured, UCX_NET_DEVICES="lo")[0] == 0
 
 
 def test_two_doctors_pull_from_each_other():

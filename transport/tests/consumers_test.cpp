@@ -127,20 +127,20 @@ TEST_CASE("consumers that come and go, and those that are killed, leave nothing 
   Order visits = order;
   visits.kind = Order::Kind::kVisits;
   PeerProcess peer(producer.worker->address());
-  visits.count = 20;
+  visits.count = 10;
   REQUIRE(peer.call(visits).status == 0);
   const std::size_t files = open_files();
   const std::size_t resident = resident_kib();
-  visits.count = 80;
+  visits.count = 30;
   const Answer answer = peer.call(visits);
   CHECK(answer.status == 0);
   CHECK(answer.wrong == 0);
   CHECK(closes_down_to(files));
-  for (int turn = 0; turn < 12; ++turn) {
+  for (int turn = 0; turn < 6; ++turn) {
     PeerProcess victim(producer.worker->address());
     REQUIRE(victim.call({Order::Kind::kHello}).status == 0);
     victim.start(order);
-    std::this_thread::sleep_for(std::chrono::microseconds(500 * turn));
+    std::this_thread::sleep_for(std::chrono::milliseconds(turn));
     victim.kill();
   }
   CHECK(closes_down_to(files));

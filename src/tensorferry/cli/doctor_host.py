@@ -72,6 +72,14 @@ def _library() -> Iterator[Finding]:
         )
         return
     yield Finding("UCX", "ok", f"{path} ({reason})")
+    others = [other for other in mapped_libraries() if not os.path.samefile(other, path)]
+    if others:
+        yield Finding(
+            "UCX",
+            "warn",
+            f"another UCX is in every process here from its start: {', '.join(others)}",
+            f"take it out of LD_PRELOAD, or name it by TENSORFERRY_UCX={others[0]}",
+        )
     if rdma_devices() and not has_verbs(Path(path)):
         yield Finding(
             "UCX",
@@ -82,6 +90,16 @@ def _library() -> Iterator[Finding]:
     for name, value in sorted(os.environ.items()):
         if name.startswith(("UCX_", "TENSORFERRY_")):
             yield Finding("settings", "note", f"{name}={value} (from the environment)")
+
+
+def mapped_libraries() -> list[str]:
+    """Return every libucp in this process."""
+    found = set()
+    for line in _read(_PROC / "self/maps").splitlines():
+        path = line.partition("/")[2]
+        if "libucp.so" in path or "libucp-" in path:
+            found.add(f"/{path}")
+    return sorted(found)
 
 
 def _devices() -> Iterator[Finding]:
@@ -184,9 +202,15 @@ def _isolation() -> Iterator[Finding]:
 def _network() -> Iterator[Finding]:
     allowed = os.environ.get("UCX_NET_DEVICES", "")
     addresses = {name: address for _, name in socket.if_nameindex() if (address := _ipv4(name))}
-    shown = (
-        ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none with an IPv4 address"
-    )
+    shown = ", ".join(f"{name} {address}" for name, address in addresses.items())
+    if not addresses:
+        yield Finding(
+            "network",
+            "fail",
+            "no interface has an IPv4 address, not even lo: nothing can be reached, nor listen",
+            "ip link set lo up; in a container give it a network (docker: --network; pods: a CNI plugin)",
+        )
+        return
     doubtful = [name for name in addresses if name.startswith(_UNROUTED)]
     if not allowed and doubtful:
         yield Finding(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tensorferry.cli.doctor_findings import Finding
+from tensorferry.cli.doctor_host import mapped_libraries
 from tensorferry.errors import TensorferryError
 
 NBYTES = 64 << 20
@@ -169,7 +170,7 @@ class _Producing:
             return {
                 "version": library.version,
                 "library": library.path,
-                "mapped": _mapped(),
+                "mapped": mapped_libraries(),
                 "offers": offers,
                 "settings": defaults_of(library),
             }
@@ -197,17 +198,6 @@ class _Consuming:
         if not torch.equal(got, self._expected):
             return {"error": "other bytes came than were published"}
         return {"seconds": seconds, "transports": self._consumer.statistics().peers[-1].transports}
-
-
-def _mapped() -> list[str]:
-    """Return every libucp in this process."""
-    found = set()
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            path = line.rstrip("\n").partition("/")[2]
-            if "libucp.so" in path or "libucp-" in path:
-                found.add(f"/{path}")
-    return sorted(found)
 
 
 if __name__ == "__main__":
