@@ -74,14 +74,15 @@ class UcxReader(Reader):
             )
         wanted = access if access != "auto" else self._access
         offers = self._choose(peer, wanted)
+        failed = ""
         for position, offer in enumerate(offers):
             try:
-                return (yield from self._connect(peer, offer, deadline, chosen=wanted == "auto"))
+                return (yield from self._connect(peer, offer, deadline, wanted == "auto", failed))
             except PeerLostError as error:
                 # A pool that cannot be mapped (another container, say) may still be reached otherwise.
                 if position == len(offers) - 1:
                     raise
-                logger.warning("%s: trying %r instead", error, offers[position + 1].access)
+                failed = str(error)
         raise AssertionError("unreachable: _choose never returns an empty list")
 
     def _choose(self, peer: PeerOffer, access: str) -> list[AccessOffer]:
@@ -107,7 +108,7 @@ class UcxReader(Reader):
         return chosen
 
     def _connect(
-        self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline, *, chosen: bool
+        self, peer: PeerOffer, offer: AccessOffer, deadline: Deadline, chosen: bool, failed: str
     ) -> Steps[Connection]:
         """Return the cached connection, wait for the call that makes one, or make it, and say how it goes.
 
@@ -116,6 +117,7 @@ class UcxReader(Reader):
             offer: What to take.
             deadline: For all of it.
             chosen: Whether nobody asked for this access, so that a slower one than might be is a surprise.
+            failed: How a better one failed, if it did.
         """
         key = (peer.uid, offer.access)
         while True:
@@ -133,7 +135,7 @@ class UcxReader(Reader):
                 raise TransferTimeoutError("connecting to the producer took too long", scope="peer")
         try:
             fresh = yield from self._open(peer, offer, deadline)
-            self._report(peer, fresh, chosen=chosen)
+            self._report(peer, fresh, chosen, failed)
             with self._lock:
                 if not self._closed:
                     self._forget_broken()
@@ -146,20 +148,20 @@ class UcxReader(Reader):
                 del self._connecting[key]
             mine.open()
 
-    def _report(self, peer: PeerOffer, fresh: Connection, *, chosen: bool) -> None:
-        """Log what carries the bytes, as a warning where RDMA was to be expected and is not used."""
-        reason = ""
+    def _report(self, peer: PeerOffer, fresh: Connection, chosen: bool, failed: str) -> None:
+        """Log what carries the bytes, as a warning where something faster was to be expected."""
+        reason = failed
         offered = any(offer.access == "rdma" for offer in peer.offers)
         if chosen and fresh.access == "served" and self._rdma and not offered:
-            reason = "the producer offers no rdma"
+            reason = "not over RDMA, since the producer does not offer that"
         elif chosen and fresh.access == "served" and offered and not self._rdma:
-            reason = "this process has no RDMA device, or its TLS leaves them out"
+            reason = "not over RDMA, since this process has no such device, or its TLS leaves them out"
         elif chosen and fresh.access == "rdma" and all(used.startswith("tcp/") for used in fresh.transports):
-            reason = "UCX reaches the peer by no other transport"
+            reason = "not over RDMA, since UCX reaches the peer by no other transport"
         how = f"producer {peer.uid.hex()[:8]} is read by {fresh.access!r} over {', '.join(fresh.transports)}"
         if reason:
             cure = "compare `tensorferry doctor` on both hosts, or ask for this access if it is meant"
-            logger.warning("%s, not over RDMA: %s; %s", how, reason, cure)
+            logger.warning("%s: %s; %s", how, reason, cure)
         else:
             logger.info("%s", how)
 
