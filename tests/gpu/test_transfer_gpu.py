@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -185,3 +188,32 @@ def test_a_part_is_what_the_slot_held_before_it_was_used_again(producer, consume
     for value in range(2, 6):
         consumer.pull(producer.publish(f"r{value}", {"x": ones * value}), device="cuda")
     assert bool((first == 1).all())
+
+
+_BETWEEN_GPU_POOLS = """
+import torch
+before = torch.arange(1 << 20, device="cuda")  # before tensorferry and UCX are there: openucx/ucx#2755, #4767
+import tensorferry
+try:
+    with tensorferry.Producer("64MiB", device="cuda", backend_options={"NET_DEVICES": "lo"}) as producer:
+        with tensorferry.Consumer("64MiB", device="cuda", backend_options={"NET_DEVICES": "lo"}) as consumer:
+            got = consumer.pull(producer.publish("a", {"x": before}), device="cuda")["x"]
+            print("equal" if torch.equal(got, before) else "different")
+except tensorferry.RegistrationError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("segments", ["False", "True"])
+def test_expandable_segments_work_or_the_error_names_the_variable(segments: str):
+    """kvcache-ai/Mooncake#2511: memory in expandable segments could not be registered."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BETWEEN_GPU_POOLS],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
+    said = done.stdout.strip()
+    assert said == "equal" or (segments == "True" and "PYTORCH_CUDA_ALLOC_CONF" in said), said + done.stderr

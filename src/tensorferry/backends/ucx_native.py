@@ -202,6 +202,14 @@ def register_memory(
     try:
         return _transport.MemoryRegion.create(context, memory, memory_type)
     except _transport.TransportError as error:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if memory_type == _transport.MemoryType.CUDA and "expandable_segments:True" in os.environ.get(
+                name, ""
+            ):
+                raise RegistrationError(
+                    f"UCX cannot register {memory.nbytes} bytes on the GPU: {error} (status {error.status}). "
+                    f"Not every device takes torch's expandable segments: leave them out of {name}"
+                ) from error
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         lockable = "any amount" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         raise RegistrationError(
