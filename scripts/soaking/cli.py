@@ -30,6 +30,7 @@ def main(description: str) -> int:
         seconds=arguments.seconds,
         producers=arguments.producers,
         consumers=arguments.consumers,
+        backend=arguments.backend,
         threads=arguments.threads,
         pause=arguments.pause,
         seed=int(time.time()) if arguments.seed is None else arguments.seed,
@@ -75,6 +76,7 @@ def parse(description: str) -> tuple[argparse.Namespace, argparse.ArgumentParser
     add(
         "--slack", type=float, default=SLACK, help="seconds that a busy machine may add to a call (default 3)"
     )
+    add("--backend", default="ucx", choices=["ucx", "nixl"], help="of all of them (default ucx)")
     add("--seed", type=int, default=None, help="of everything that is drawn (default: the time)")
     add("--faults", default=",".join(FAULTS), help="kinds, with commas; '' for none (default: all)")
     add("--without", default="", help="kinds of faults to leave out, with commas")

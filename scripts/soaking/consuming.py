@@ -34,6 +34,7 @@ class ConsumerProcess(Process):
         """Open a consumer."""
         self._consumer = tensorferry.Consumer(
             self.settings.pool_nbytes,
+            backend=self.settings.backend,
             access=self.settings.access,  # type: ignore[arg-type]
             backend_options=OPTIONS,
             key=KEY,

@@ -22,6 +22,7 @@ class Settings:
     Attributes:
         name: Of the process, and of its producer or consumer.
         seed: Of everything that it draws.
+        backend: Of its producer or consumer.
         access: Of its producer or consumer.
         pool_nbytes: Of its pool.
         threads: That publish or pull.
@@ -34,6 +35,7 @@ class Settings:
 
     name: str
     seed: str
+    backend: str
     access: str
     pool_nbytes: int
     threads: int

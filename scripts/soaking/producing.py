@@ -39,6 +39,7 @@ class ProducerProcess(Process):
         """Open a producer, a third of the time with checksums."""
         self._producer = tensorferry.Producer(
             self.settings.pool_nbytes,
+            backend=self.settings.backend,
             access=self.settings.access,  # type: ignore[arg-type]
             backend_options=OPTIONS,
             lease=LEASE,

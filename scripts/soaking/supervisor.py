@@ -88,6 +88,7 @@ class Plan:
         seconds: Of load, faults included.
         producers: How many.
         consumers: How many.
+        backend: Of all of them.
         threads: Of each process.
         pause: Mean seconds between two publications of a thread.
         seed: Of everything that is drawn.
@@ -99,6 +100,7 @@ class Plan:
     seconds: float
     producers: int
     consumers: int
+    backend: str
     threads: int
     pause: float
     seed: int
@@ -255,11 +257,13 @@ class Supervisor:
         incarnation = self._incarnations.get((kind, index), -1) + 1
         self._incarnations[kind, index] = incarnation
         plan, name = self._plan, f"{kind}-{index}.{incarnation}"
+        accesses = _ACCESSES[kind] if plan.backend == "ucx" else ("rdma",)
         culprit = name == ("consumer-0.0" if plan.inject == "late" else "producer-0.0")
         settings = Settings(
             name=name,
             seed=f"{plan.seed} {name}",
-            access=_ACCESSES[kind][index % len(_ACCESSES[kind])],
+            backend=plan.backend,
+            access=accesses[index % len(accesses)],
             pool_nbytes=_POOLS[kind],
             threads=plan.threads,
             pause=plan.pause,

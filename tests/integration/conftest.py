@@ -29,6 +29,19 @@ ROUTES: dict[str, tuple[str, dict[str, str], bool]] = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out NIXL with the other library: it brings its own."""
+    items[:] = [
+        item
+        for item in items
+        if not {"nixl", "system"} <= {value for value in _parameters(item) if isinstance(value, str)}
+    ]
+
+
+def _parameters(item: pytest.Item) -> list[Any]:
+    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+
+
 @pytest.fixture(scope="session", params=["wheel", "system"])
 def library(request: pytest.FixtureRequest) -> str:
     """Name a UCX library that is installed."""
@@ -67,9 +80,9 @@ def route(request: pytest.FixtureRequest, two: tuple[Peer, Peer]) -> Iterator[Ro
     yield from _open(access, options, two[0], two[0] if one_process else two[1])
 
 
-@pytest.fixture(scope="module", params=["served", "rdma", "mapped"])
+@pytest.fixture(scope="module", params=["served", "rdma", "mapped", peers.NIXL])
 def mode(request: pytest.FixtureRequest, two: tuple[Peer, Peer]) -> Iterator[Route]:
-    """Two processes over tcp on the loopback device, in each access mode."""
+    """Two processes over tcp on the loopback device, in each access mode, and on each backend."""
     yield from _open(request.param, peers.LOOPBACK, *two)
 
 

@@ -9,6 +9,7 @@ nothing else.
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -23,8 +24,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 
 LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
+
+NIXL = pytest.param(
+    "nixl",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("nixl_cu12") is None,
+        reason='NIXL is not installed: pip install "tensorferry[nixl]"',
+    ),
+)
+"""In the place of an access mode: the other backend, whose only access is ``rdma``."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch"])
@@ -131,14 +142,19 @@ def open_producer(namespace: SimpleNamespace, pool_size: int | str, **options: A
     from tensorferry import Producer
 
     close(namespace, "producer")
-    namespace.producer = Producer(pool_size, **{"backend_options": LOOPBACK, **options})
+    namespace.producer = Producer(pool_size, **_side(options))
 
 
 def open_consumer(namespace: SimpleNamespace, pool_size: int | str, **options: Any) -> None:
     from tensorferry import Consumer
 
     close(namespace, "consumer")
-    namespace.consumer = Consumer(pool_size, **{"backend_options": LOOPBACK, **options})
+    namespace.consumer = Consumer(pool_size, **_side(options))
+
+
+def _side(options: dict[str, Any]) -> dict[str, Any]:
+    backend = {"backend": "nixl", "access": "rdma"} if options.get("access") == "nixl" else {}
+    return {"backend_options": LOOPBACK, **options, **backend}
 
 
 def close(namespace: SimpleNamespace, what: str) -> None:

@@ -16,7 +16,7 @@ from payloads import KIB, MIB
 
 from tensorferry.manifest import read_manifest
 
-MODES = ["served", "rdma", "mapped"]
+MODES = ["served", "rdma", "mapped", peers.NIXL]
 LOST = ("PeerLostError", "ConnectError")
 
 
@@ -162,7 +162,7 @@ def replace(namespace):
 # Peers that are lost
 
 
-@pytest.mark.parametrize("access", ["served", "rdma"])
+@pytest.mark.parametrize("access", ["served", "rdma", peers.NIXL])
 def test_killing_the_producer_ends_a_pull(consumer, victim, access):
     victim.call(peers.open_producer, "64MiB", access=access)
     consumer.call(peers.open_consumer, "64MiB", access=access)
@@ -190,7 +190,7 @@ def test_killing_the_producer_ends_mapped_pulls(consumer, victim):
     fails(consumer, *LOST)
 
 
-@pytest.mark.parametrize("access", ["served", "mapped"])
+@pytest.mark.parametrize("access", ["served", "mapped", peers.NIXL])
 def test_a_restarted_producer_is_reached_by_the_same_consumer(consumer, library, access):
     """ai-dynamo/nixl#795: nobody could use a restarted producer before everybody was restarted."""
     consumer.call(peers.open_consumer, "16MiB", access=access)
@@ -202,7 +202,7 @@ def test_a_restarted_producer_is_reached_by_the_same_consumer(consumer, library,
             producer.kill()
 
 
-@pytest.mark.parametrize("access", ["served", "rdma"])
+@pytest.mark.parametrize("access", ["served", "rdma", peers.NIXL])
 def test_a_stopped_producer_costs_no_more_than_the_timeout(consumer, victim, access):
     """ai-dynamo/nixl#2047: a peer that lived and was stuck was waited for without any limit."""
     victim.call(peers.open_producer, "64MiB", access=access)

@@ -145,7 +145,7 @@ def close_with_requests(namespace, manifest):
     return kinds - {"NoneType"}, seconds
 
 
-@pytest.mark.parametrize("access", MODES)
+@pytest.mark.parametrize("access", [*MODES, peers.NIXL])
 def test_a_thousand_pulls_in_flight(producer, consumer, access):
     producer.call(peers.open_producer, "64MiB", access=access)
     consumer.call(peers.open_consumer, "16MiB", access=access)
@@ -195,6 +195,28 @@ def test_the_memory_of_a_cancelled_pull_is_lent_when_ucx_has_let_go(consumer, pr
     outcome, found = consumer.call(cancel_and_reuse, stuck, other, 7 * MIB)
     victim.signal(signal.SIGCONT)
     assert (outcome, found) == ("TransferCancelledError", "")
+
+
+@pytest.mark.parametrize("access", [peers.NIXL])
+def test_nixl_cannot_cancel_so_the_memory_is_lent_when_the_producer_goes_on(
+    consumer, producer, victim, access
+):
+    """Until then a pull that needs it waits for room, as long as it has time and no longer."""
+    victim.call(peers.open_producer, "16MiB", access=access)
+    producer.call(peers.open_producer, "16MiB", access=access)
+    consumer.call(peers.open_consumer, "8MiB", access=access)
+    stuck = victim.call(peers.publish, "a", payloads.of_size, 7 * MIB, 0)
+    other = producer.call(peers.publish, "b", payloads.of_size, 7 * MIB, 1)
+    consumer.call(peers.pull, stuck, release=False)
+    victim.signal(signal.SIGSTOP)
+    consumer.start(peers.pull, stuck, timeout=1.0)
+    with pytest.raises(peers.RemoteError, match="TransferTimeoutError"):
+        consumer.result()
+    consumer.start(peers.pull, other, timeout=2.0)
+    with pytest.raises(peers.RemoteError, match="PoolTimeoutError"):
+        consumer.result()
+    victim.signal(signal.SIGCONT)
+    assert consumer.call(peers.pull_and_compare, other, payloads.of_size, 7 * MIB, 1) == ""
 
 
 def test_a_stopped_producer_does_not_hold_up_requests_to_others(consumer, producer, victim):

@@ -33,7 +33,7 @@ def pair(library):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("access", ["served", "rdma", "mapped"])
+@pytest.mark.parametrize("access", ["served", "rdma", "mapped", peers.NIXL])
 def test_nothing_grows_with_cycles_of_publish_and_pull(pair, access, record_property):
     """In every way that there is to publish, to pull, and to give back unread; and with errors."""
     producer, consumer = pair

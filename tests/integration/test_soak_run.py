@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,6 +31,17 @@ def test_eight_seconds_under_every_fault_break_no_promise(tmp_path):
     assert figures["payloads"] > 20
     assert figures["faults"].keys() & {"kill_producer", "kill_consumer"}
     assert all(figures["publications_by_access"].values())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nixl_cu12") is None,
+    reason='NIXL is not installed: pip install "tensorferry[nixl]"',
+)
+def test_eight_seconds_over_nixl(tmp_path):
+    status, figures, log = soak(tmp_path, "--seconds", "8", "--backend", "nixl")
+    assert (status, figures["failures"]) == (0, {}), log
+    assert figures["payloads"] > 20
+    assert figures["publications_by_access"].keys() == {"rdma"}
 
 
 @pytest.mark.parametrize(

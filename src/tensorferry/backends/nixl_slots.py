@@ -37,7 +37,6 @@ def pack_notice(kind: Literal["release", "reject"], ticket: SlotTicket, consumer
 class _Slot(NamedTuple):
     generation: int
     token: bytes
-    admitted: bool
 
 
 class SlotTable:
@@ -62,7 +61,7 @@ class SlotTable:
         self._header[0] = 1
         self._words = whole[HEADER_NBYTES:].view(np.uint64)
         self._changed = threading.Condition()
-        self._slots: dict[int, _Slot] = {}
+        self._admitted: dict[int, _Slot] = {}
         self._free = deque(range(slots))  # what was freed first is used first, so that late readers learn why
         self._next_generation = 1
         self._queue: list[Notice] = []
@@ -85,18 +84,18 @@ class SlotTable:
                 )
             index, generation = self._free.popleft(), self._next_generation
             self._next_generation += 1
-            slot = self._slots[index] = _Slot(generation, secrets.token_bytes(16), True)
+            slot = self._admitted[index] = _Slot(generation, secrets.token_bytes(16))
             self._words[index] = generation
             return SlotTicket(index, generation, slot.token, offset, nbytes)
 
     def withdraw(self, ticket: SlotTicket, *, revoked: bool) -> None:
         """Let late readers find that the slot has ended."""
         with self._changed:
-            slot = self._slots.get(ticket.index)
-            if slot is None or not slot.admitted or slot.generation != ticket.generation or self._closed:
+            slot = self._admitted.get(ticket.index)
+            if slot is None or slot.generation != ticket.generation or self._closed:
                 return
             self._words[ticket.index] = slot.generation | REVOKED if revoked else 0
-            self._slots[ticket.index] = slot._replace(admitted=False)
+            del self._admitted[ticket.index]
             self._free.append(ticket.index)
 
     def report(self, messages: list[bytes]) -> None:
@@ -106,8 +105,8 @@ class SlotTable:
                 if len(message) != _NOTICE.size or len(self._queue) >= _MOST_QUEUED:
                     continue
                 magic, kind, token, consumer, index, generation, mac = _NOTICE.unpack(message)
-                slot = self._slots.get(index)
-                if magic != _MAGIC or kind not in _KINDS or slot is None or not slot.admitted:
+                slot = self._admitted.get(index)
+                if magic != _MAGIC or kind not in _KINDS or slot is None:
                     continue
                 if slot.generation == generation and secrets.compare_digest(slot.token, token):
                     self._queue.append(Notice(_KINDS[kind], index, generation, consumer, mac))
