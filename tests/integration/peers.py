@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import logging
 import multiprocessing
 import os
 import signal
@@ -189,6 +190,18 @@ def pull(namespace: SimpleNamespace, manifest: bytes, **options: Any) -> float:
     started = time.monotonic()
     namespace.consumer.pull(manifest, **options)
     return time.monotonic() - started
+
+
+def pull_and_hear(namespace: SimpleNamespace, manifest: bytes) -> list[str]:
+    """Pull twice; return the warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tensorferry").addHandler(handler)
+    for _ in range(2):
+        namespace.consumer.pull(manifest, release=False)
+    logging.getLogger("tensorferry").removeHandler(handler)
+    return said
 
 
 def pull_until_it_fails(namespace: SimpleNamespace, manifest: bytes, seconds: float) -> None:

@@ -93,26 +93,12 @@ def test_reading_remotely_over_tcp_because_there_is_nothing_else_is_not_passed_o
     producer.call(peers.open_producer, "16MiB", access="rdma")
     consumer.call(peers.open_consumer, "16MiB", access="auto")
     manifest = producer.call(peers.publish, "a", payloads.of_size, KIB)
-    (said,) = consumer.call(pull_and_hear, manifest)
+    (said,) = consumer.call(peers.pull_and_hear, manifest)
     assert (
         "is read by 'rdma' over tcp/lo: not over RDMA, since UCX reaches the peer by no other transport"
         in said
     )
     peers.close_both(two)
-
-
-def pull_and_hear(namespace, manifest):
-    """Pull twice; return the warnings."""
-    import logging
-
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("tensorferry").addHandler(handler)
-    for _ in range(2):
-        namespace.consumer.pull(manifest, release=False)
-    logging.getLogger("tensorferry").removeHandler(handler)
-    return said
 
 
 def test_empty_payloads_are_released(route):

@@ -284,6 +284,8 @@ def test_auto_takes_the_device_between_hosts(wire):
     assert wire.pulls() == {"mapped": 0, "rdma": 1, "served": 0}
     assert after["received"] - before["received"] >= 16 * MIB // (4 * KIB)
     assert after["tcp"] - before["tcp"] < 100
+    (used,) = wire.consumer.call(peers.statistics, "consumer")["peers"]
+    assert f"rc_verbs/{wire.far.device}:1" in used["transports"]
 
 
 def pretend_another_host(namespace):
@@ -302,3 +304,12 @@ def test_served_access_leaves_the_device_alone(wire):
     assert wire.pulls()["served"] == 1
     assert after["received"] == before["received"]
     assert after["tcp"] > before["tcp"]
+
+
+def test_tcp_where_there_is_a_device_is_not_passed_over_in_silence(wire):
+    wire.producer.call(lane.open_producer, wire.near, "16MiB", access="served", backend_options={})
+    wire.consumer.call(lane.open_consumer, wire.far, "16MiB", access="auto", backend_options={})
+    manifest = wire.producer.call(peers.publish, "served", payloads.of_size, MIB)
+    (said,) = wire.consumer.call(peers.pull_and_hear, manifest)
+    assert "is read by 'served' over tcp/" in said
+    assert "not over RDMA, since the producer does not offer that" in said
