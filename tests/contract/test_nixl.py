@@ -13,7 +13,7 @@ import msgpack
 import pytest
 import torch
 
-from tensorferry import Consumer, ManifestError, Producer, UsageError, steps
+from tensorferry import Consumer, ManifestError, PeerLostError, Producer, UsageError, steps
 from tensorferry.arguments import Deadline
 from tensorferry.testing import BackendUnderTest, Exported, Host, ReadContract
 from tensorferry.testing.host import resources
@@ -166,3 +166,20 @@ def test_two_builds_of_ucx_in_one_process(first: str):
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
+
+
+def test_producers_that_are_lost_are_forgotten(host: Host, exported: Exported):
+    """NIXL keeps an agent's metadata until it is told to drop it."""
+    reader = NIXL.open_reader(64 << 10)
+    with Host(NIXL) as victim:
+        lost = victim.export(64 << 10)
+        ticket, connection = lost.admit(0, 4096, seed=1), connect(reader, lost)
+        bring(reader, connection, ticket, whole(ticket))
+        victim.kill()
+        with pytest.raises(PeerLostError):
+            bring(reader, connection, ticket, whole(ticket))
+    assert eventually(lambda: connection.broken)
+    ticket = exported.admit(0, 4096, seed=1)
+    bring(reader, connect(reader, exported), ticket, whole(ticket))
+    assert list(reader._connections) == [exported.peer.uid]
+    reader.close(5.0)

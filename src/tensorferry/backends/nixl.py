@@ -95,6 +95,7 @@ class NixlReader(Reader):
             if not gate.wait(deadline.remaining()):
                 raise TransferTimeoutError("connecting to the producer took too long", scope="peer")
         try:
+            self._forget_broken()
             fresh = yield from self._open(peer.uid, offer, connection, deadline)
             with self._lock:
                 self._check_open()
@@ -134,6 +135,20 @@ class NixlReader(Reader):
             self._forget(connection, peer.name)
             raise
         return connection
+
+    def _forget_broken(self) -> None:
+        """Let go of lost producers, unless one is being connected to anew or its bytes may still land."""
+        with self._lock:
+            broken = [uid for uid, connection in self._connections.items() if connection.broken]
+        for uid in broken:
+            if self._agent.flies(agent_name(uid)):
+                continue
+            with self._lock:
+                lost = self._connections.get(uid)
+                if lost is None or not lost.broken or uid in self._connecting:
+                    continue
+                del self._connections[uid]
+            self._forget(lost, agent_name(uid))
 
     def _forget(self, connection: NixlConnection | None, name: str) -> None:
         if connection is not None:
