@@ -148,7 +148,11 @@ class NixlReader(Reader):
                 if lost is None or not lost.broken or uid in self._connecting:
                     continue
                 del self._connections[uid]
+                gate = self._connecting[uid] = Gate()  # whoever connects to it anew does so after this
             self._forget(lost, agent_name(uid))
+            with self._lock:
+                del self._connecting[uid]
+            gate.open()
 
     def _forget(self, connection: NixlConnection | None, name: str) -> None:
         if connection is not None:
