@@ -18,6 +18,7 @@ from tensorferry.arguments import Deadline
 from tensorferry.backends.base import (
     Access,
     AccessOffer,
+    Capabilities,
     Connection,
     ExportedPool,
     Notice,
@@ -272,6 +273,10 @@ class FakeReader(Reader):
         self._woken = threading.Event()
         self.before_verify: Callable[[FakePool, SlotTicket], Any] = lambda pool, ticket: None
         self.on_read: Callable[[FakeRead], Any] = lambda read: None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(("served", "rdma", "mapped"), takes_reads_back=True)
 
     @property
     def pool(self) -> torch.Tensor:

@@ -351,8 +351,27 @@ class Connection(ABC):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, beyond what each must.
+
+    Attributes:
+        accesses: How it can read pools.
+        takes_reads_back: Whether a read that was given up settles although its peer is silent.  Where it
+            does not, its landing memory stays in quarantine until the peer goes on or the reader closes.
+    """
+
+    accesses: tuple[Access, ...]
+    takes_reads_back: bool
+
+
 class Reader(ABC):
     """The consumer's side: landing memory and cached connections."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
 
     @property
     @abstractmethod

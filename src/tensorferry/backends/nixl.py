@@ -20,6 +20,7 @@ from tensorferry.arguments import Deadline
 from tensorferry.backends.base import (
     Access,
     AccessOffer,
+    Capabilities,
     Connection,
     ExportedPool,
     PeerOffer,
@@ -61,6 +62,10 @@ class NixlReader(Reader):
             self._agent.close(0.0)
             raise
         self._cells = Cells(self._agent)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(("rdma",), takes_reads_back=False)
 
     @property
     def pool(self) -> torch.Tensor:

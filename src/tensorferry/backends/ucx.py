@@ -14,7 +14,15 @@ import torch
 
 from tensorferry import _transport
 from tensorferry.arguments import Deadline
-from tensorferry.backends.base import Access, AccessOffer, Connection, ExportedPool, PeerOffer, Reader
+from tensorferry.backends.base import (
+    Access,
+    AccessOffer,
+    Capabilities,
+    Connection,
+    ExportedPool,
+    PeerOffer,
+    Reader,
+)
 from tensorferry.backends.ucx_connection import EndpointConnection, MappedConnection, Reports, UcxRead
 from tensorferry.backends.ucx_native import (
     PoolMemory,
@@ -59,6 +67,10 @@ class UcxReader(Reader):
         self._freed = False
         load_library()
         self._memory = PoolMemory(nbytes, device, shared=False)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(("mapped", "rdma", "served"), takes_reads_back=True)
 
     @property
     def pool(self) -> torch.Tensor:

@@ -287,9 +287,10 @@ class BackendContract(UserContract):
         other.close()
 
     def test_a_connection_says_what_carries_the_bytes(self, exported: Exported, reader: Reader) -> None:
-        used = connect(reader, exported).transports
-        assert used
-        assert all(isinstance(one, str) and one for one in used)
+        connection = connect(reader, exported)
+        assert connection.access in reader.capabilities.accesses
+        assert connection.transports
+        assert all(isinstance(one, str) and one for one in connection.transports)
 
     def test_a_connection_is_kept(self, exported: Exported, reader: Reader) -> None:
         assert connect(reader, exported) is connect(reader, exported)

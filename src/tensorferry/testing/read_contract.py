@@ -123,6 +123,8 @@ class ReadContract(BackendContract):
                     pass
                 else:  # a device read it without the process
                     assert torch.equal(landed(reader, ticket.nbytes), pattern(ticket.nbytes, 1))
+            if reader.capabilities.takes_reads_back:
+                assert eventually(lambda: read.settled), "the read was not taken back from a silent peer"
         assert eventually(lambda: read.settled), "the memory of the read is never given back"
         reader.pool.zero_()
         time.sleep(0.1)
