@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = [*lane.needs_rdma, pytest.mark.slow, pytest.mark.timeout(1700)]
 
-STEPS = ["--steps", "20", "--access", "rdma", "--tls", "rc_verbs,ud_verbs"]
+STEPS = 2  # a denoising step takes about a minute there
+OPTIONS = ["--steps", str(STEPS), "--access", "rdma", "--tls", "rc_verbs,ud_verbs"]
 PROMPT = "a ferry at dawn"
 
 
@@ -26,7 +27,7 @@ def test_the_pictures_of_three_processes_over_verbs_are_those_of_one(tmp_path):
     demo_models.prepare(device)
     torch.set_num_threads(1)
     # Before the stages are forked, which then have the models' libraries: importing them takes minutes here.
-    alone = next(demo_stages.run_alone(demo_stages.Settings(device, "auto", {}, 20, 7), [PROMPT]))
+    alone = next(demo_stages.run_alone(demo_stages.Settings(device, "auto", {}, STEPS, 7), [PROMPT]))
 
     near, far = lane.ends()
     hosts = ("10.77.0.1", "10.77.0.2") if lane.MACHINES == "two" else ("127.0.0.1", "127.0.0.1")
@@ -50,10 +51,11 @@ def run_stage(namespace, stage, device, arguments):
     import io
     from contextlib import redirect_stdout
 
-    from tensorferry.cli import demo_stages, main
+    from tensorferry.cli import demo, demo_stages, main
 
+    demo.STEPS = (STEPS, STEPS)
     demo_stages.WAIT_SECONDS = 1000.0
     said = io.StringIO()
     with redirect_stdout(said):
-        status = main(["demo", stage, *STEPS, "--net-devices", f"{device}:1", *arguments])
+        status = main(["demo", stage, *OPTIONS, "--net-devices", f"{device}:1", *arguments])
     return status, said.getvalue()
