@@ -10,7 +10,7 @@ import pytest
 
 from tensorferry.testing import BackendUnderTest, Host, ReadContract
 from tensorferry.testing.host import HostGoneError
-from tensorferry.testing.reading import POOL_NBYTES
+from tensorferry.testing.reading import POOL_NBYTES, SOON
 
 FAULTS = {
     "bytes land one further": "test_every_byte_arrives_where_it_should",
@@ -50,7 +50,13 @@ def run(host: Host, fault: str, test: str) -> None:
     Contract.backend = host.backend = backend(fault)
     method = getattr(Contract(), test)
     wanted = method.__code__.co_varnames[1 : method.__code__.co_argcount]
-    exported, reader = host.export(POOL_NBYTES), Contract.backend.open_reader(POOL_NBYTES)
+    try:
+        exported = host.export(POOL_NBYTES)
+    except HostGoneError:  # over tcp UCX may abort a producer whose reader goes in the middle of an answer
+        assert host.ends(SOON)
+        host.restart()
+        exported = host.export(POOL_NBYTES)
+    reader = Contract.backend.open_reader(POOL_NBYTES)
     given = {"host": host, "exported": exported, "reader": reader}
     try:
         method(**{name: given[name] for name in wanted})
@@ -58,8 +64,6 @@ def run(host: Host, fault: str, test: str) -> None:
         reader.close(5.0)
         with suppress(HostGoneError):
             exported.close()
-        if not host.alive:
-            host.restart()
 
 
 @pytest.mark.parametrize(("fault", "test"), FAULTS.items(), ids=list(FAULTS))

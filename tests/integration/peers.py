@@ -24,8 +24,9 @@ from multiprocessing.context import BaseContext
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
+
+from tensorferry.testing.host import stop
 
 LOOPBACK = {"TLS": "tcp", "NET_DEVICES": "lo"}
 
@@ -89,11 +90,10 @@ class Peer:
 
     def signal(self, number: int) -> None:
         """Send a signal; after SIGSTOP no thread of the process runs any more."""
-        os.kill(self.pid, number)
         if number == signal.SIGSTOP:
-            process = psutil.Process(self.pid)
-            while process.status() != psutil.STATUS_STOPPED:
-                time.sleep(0.001)
+            stop(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process without giving it a chance to say goodbye."""

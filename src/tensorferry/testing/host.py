@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +85,21 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 def resources() -> dict[str, int]:
     """Return how many descriptors and threads this process has."""
     return {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
+
+
+def stop(pid: int) -> None:
+    """Stop a process; on return none of its threads runs, which the signal alone does not promise."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any(_state(task) not in "TtZX" for task in tasks.iterdir()):
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return "X"
 
 
 class HostError(Exception):
@@ -177,7 +193,7 @@ class Host:
     def stop(self) -> None:
         """Let the process do nothing until :meth:`go_on`."""
         assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stop(self._process.pid)
 
     def go_on(self) -> None:
         """Let a stopped process run."""
